@@ -1,0 +1,58 @@
+"""The one protocol of everything that sets caps: rules, trained models and LLM agents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tenant_tuning.scenario import Scenario
+
+
+class Policy(Protocol):
+    """Decides, once in a control interval, how each tenant's cap changes.
+
+    Attributes:
+        name: how tables and records call it.
+    """
+
+    name: str
+
+    def initial_caps(self, scenario: Scenario) -> Sequence[int] | None:
+        """The caps to start an episode with; None for the scenario's."""
+
+    def reset(self, scenario: Scenario, seed: int) -> None:
+        """Forget the last episode.
+
+        Args:
+            scenario: the task of the episode that begins.
+            seed: for a policy that draws random numbers.
+        """
+
+    def act(
+        self, observation: npt.NDArray[np.float32], info: dict[str, Any]
+    ) -> npt.NDArray[np.int64]:
+        """Choose an action of the environment's space.
+
+        Args:
+            observation: (D,) float32.
+            info: what `reset` or `step` gave beside it: `telemetry`, `caps`, `clipped`.
+
+        Returns:
+            (n_tenants,) int64, 0 to `2 * max_delta`; `max_delta` holds the cap.
+        """
+
+
+def as_action(deltas: Any, scenario: Scenario) -> npt.NDArray[np.int64]:
+    """The action that changes the caps by `deltas`, each cut to `max_delta` either way.
+
+    Args:
+        deltas: (n_tenants,) whole numbers.
+        scenario: gives `max_delta`.
+    """
+    max_delta = scenario.control.max_delta
+    bounded = np.clip(np.asarray(deltas, np.int64), -max_delta, max_delta)
+    action: npt.NDArray[np.int64] = bounded + max_delta
+    return action

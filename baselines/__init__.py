@@ -1,0 +1,1 @@
+"""Training, honest evaluation, reports and the command line."""

@@ -1,0 +1,110 @@
+"""The best static caps of a scenario, chosen on training seeds: what control has to beat."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tenant_tuning.scenario import Scenario
+from vllm_tenant_tuning.vector import VLLMTenantTuningVectorEnv
+
+TRAINING_SEEDS = range(10_000, 10_020)
+"""Seeds of the choice, away from the evaluation's."""
+
+MAX_GRID = 1024
+"""Up to this many combinations of caps the whole grid is tried; beyond it, one tenant's cap
+after another, from equal caps, until no change of one cap improves the mean return."""
+
+CLUSTERS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class BestStatic:
+    """What the search found.
+
+    Attributes:
+        caps: the caps of the highest mean return; of equals, the smallest sum.
+        mean_return: over the training seeds.
+        tried: mean return of every combination that was tried.
+    """
+
+    caps: tuple[int, ...]
+    mean_return: float
+    tried: dict[tuple[int, ...], float]
+
+
+def find_best_static(
+    scenario: Scenario,
+    seeds: Sequence[int] = TRAINING_SEEDS,
+    trace_dir: str | Path | None = None,
+) -> BestStatic:
+    """Search the caps that, never changed, give the highest mean return.
+
+    Args:
+        scenario: the task.
+        seeds: the same for every combination.
+        trace_dir: the folder of the trace files.
+    """
+    control = scenario.control
+    choices = range(control.cap_min, control.cap_max + 1)
+    tried: dict[tuple[int, ...], float] = {}
+
+    def try_all(candidates: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        new = [caps for caps in candidates if caps not in tried]
+        tried.update(zip(new, _mean_returns(scenario, new, seeds, trace_dir), strict=True))
+        return max(candidates, key=lambda caps: (tried[caps], -sum(caps)))
+
+    if len(choices) ** scenario.n_tenants <= MAX_GRID:
+        grid = itertools.product(choices, repeat=scenario.n_tenants)
+        best = try_all([caps for caps in grid if sum(caps) <= scenario.total_cap])
+    else:
+        equal = [(cap,) * scenario.n_tenants for cap in choices]
+        best = try_all([caps for caps in equal if sum(caps) <= scenario.total_cap])
+        before = None
+        while best != before:
+            before = best
+            for tenant in range(scenario.n_tenants):
+                moved = [(*best[:tenant], cap, *best[tenant + 1 :]) for cap in choices]
+                best = try_all([caps for caps in moved if sum(caps) <= scenario.total_cap])
+    return BestStatic(best, tried[best], tried)
+
+
+def _mean_returns(
+    scenario: Scenario,
+    candidates: Sequence[tuple[int, ...]],
+    seeds: Sequence[int],
+    trace_dir: str | Path | None,
+) -> list[float]:
+    """Mean return of each combination of caps over the seeds."""
+    episodes = [(caps, seed) for caps in candidates for seed in seeds]
+    returns: list[npt.NDArray[np.float64]] = []
+    for batch in _batches(episodes, CLUSTERS_AT_ONCE):
+        env = VLLMTenantTuningVectorEnv(len(batch), scenario, trace_dir=trace_dir)
+        env.reset(
+            seed=[seed for _, seed in batch],
+            options={"caps": np.array([caps for caps, _ in batch])},
+        )
+        hold = np.full(env.action_space.shape or (), scenario.control.max_delta)
+        total = np.zeros(len(batch))
+        for _ in range(scenario.control.n_steps):
+            total += env.step(hold)[1]
+        env.close()
+        returns.append(total)
+    if not returns:
+        return []
+    means: list[float] = (
+        np.concatenate(returns).reshape(len(candidates), len(seeds)).mean(axis=1).tolist()
+    )
+    return means
+
+
+def _batches(
+    episodes: list[tuple[tuple[int, ...], int]], size: int
+) -> Iterator[list[tuple[tuple[int, ...], int]]]:
+    for i in range(0, len(episodes), size):
+        yield episodes[i : i + size]

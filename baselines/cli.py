@@ -1,0 +1,187 @@
+"""The command line: `vllm-tenant-tuning COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vllm_tenant_tuning.scenario import load_scenario, scenario_names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0, or 2 with one line on standard error when the input is refused, or 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["train"]:  # has its own parser, shared with train.py
+        from vllm_tenant_tuning.baselines.training import main as train
+
+        return train(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: what was measured is kept", file=sys.stderr)
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-tenant-tuning",
+        description="Online tuning of per-tenant admission concurrency on a shared vLLM server.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    scenarios = commands.add_parser("scenarios", help="list, show or check scenarios")
+    actions = scenarios.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="one scenario a line, its name first").set_defaults(
+        run=_list_scenarios
+    )
+    show = actions.add_parser("show", help="print a scenario, defaults filled in")
+    show.add_argument("name", metavar="NAME")
+    show.set_defaults(run=_show_scenario)
+    check = actions.add_parser("check", help="check a scenario file")
+    check.add_argument("file", metavar="FILE")
+    check.set_defaults(run=_check_scenario)
+
+    commands.add_parser(
+        "train", help="train a policy and evaluate it beside the rules (same as train.py)"
+    )
+
+    evaluate = commands.add_parser("evaluate", help="compare policies on a scenario")
+    evaluate.add_argument(
+        "--policies",
+        default=None,
+        metavar="A,B,...",
+        help="comma-separated: best_static, or what `policies` lists (default: all rules)",
+    )
+    evaluate.add_argument("--scenario", default="study", metavar="NAME|FILE")
+    evaluate.add_argument("--seeds", default="0:100", metavar="A:B", help="A to B - 1")
+    evaluate.add_argument("--out", required=True, metavar="DIR", help="records and report")
+    evaluate.add_argument("--trace-dir", metavar="DIR", help="folder of the trace files")
+    evaluate.add_argument("--workers", type=int, metavar="N", help="processes (default: cores)")
+    evaluate.add_argument(
+        "--reference", metavar="POLICY", help="compared with (default: best static, or the first)"
+    )
+    evaluate.set_defaults(run=_evaluate)
+
+    commands.add_parser("policies", help="list the policies").set_defaults(run=_list_policies)
+
+    study = commands.add_parser("study", help="reproduce the study's table")
+    study.add_argument("--seeds", type=int, default=20, metavar="N", help="0 to N - 1")
+    study.add_argument("--json", metavar="FILE", help="write the result there too")
+    study.set_defaults(run=_study)
+
+    bench = commands.add_parser("bench", help="measure speed beside CartPole-v1")
+    bench.add_argument("--scenario", default="study", metavar="NAME|FILE")
+    bench.add_argument("--num-envs", type=int, default=1024, metavar="N")
+    bench.add_argument("--json", metavar="FILE", help="write the result there too")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def parse_seeds(text: str) -> range:
+    """The seeds `A:B` stand for, A to B - 1, inside the evaluation's 0 to 999.
+
+    Raises:
+        ValueError: not of that form, empty, or out of range.
+    """
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last) <= 1000):
+        raise ValueError(f"seeds: got '{text}'; accepted is A:B with 0 <= A < B <= 1000")
+    return range(int(first), int(last))
+
+
+def _list_scenarios(options: argparse.Namespace) -> int:
+    names = scenario_names()
+    width = max(map(len, names))
+    for name in names:
+        print(f"{name:{width}}  {load_scenario(name).question}")
+    return 0
+
+
+def _show_scenario(options: argparse.Namespace) -> int:
+    scenario = load_scenario(options.name)
+    content = scenario.model_dump(mode="json")
+    print(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100), end="")
+    return 0
+
+
+def _check_scenario(options: argparse.Namespace) -> int:
+    scenario = load_scenario(Path(options.file))
+    print(
+        f"{options.file}: scenario '{scenario.name}' is fine: {scenario.n_tenants} tenants, "
+        f"{scenario.control.n_steps} control intervals"
+    )
+    return 0
+
+
+def _list_policies(options: argparse.Namespace) -> int:
+    from vllm_tenant_tuning.agents import POLICY_FORMS
+
+    forms = {"best_static": "the best static caps of a grid, on training seeds"} | POLICY_FORMS
+    width = max(map(len, forms))
+    for form, meaning in forms.items():
+        print(f"{form:{width}}  {meaning}")
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from vllm_tenant_tuning.baselines.comparison import compare
+    from vllm_tenant_tuning.baselines.evaluate import RULE_POLICIES
+
+    policies = options.policies.split(",") if options.policies else list(RULE_POLICIES)
+    compare(
+        policies,
+        load_scenario(options.scenario),
+        parse_seeds(options.seeds),
+        Path(options.out),
+        reference=options.reference,
+        trace_dir=options.trace_dir,
+        workers=options.workers,
+    )
+    return 0
+
+
+def _study(options: argparse.Namespace) -> int:
+    from vllm_tenant_tuning.baselines.comparison import progress_bar, study_tables
+    from vllm_tenant_tuning.baselines.study import run_study
+
+    with progress_bar("playing") as on_progress:
+        result = run_study(options.seeds, on_progress)
+    study_tables(result)
+    _write_json(options.json, result)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from vllm_tenant_tuning.baselines.bench import run_bench
+
+    result = run_bench(options.scenario, options.num_envs)
+    for name in ("cartpole", "vllm_tenant_tuning"):
+        rates = result[name]
+        print(
+            f"{name:20} scalar {rates['scalar_steps_per_s']:>12,.0f} steps/s   "
+            f"vector of {result['num_envs']} {rates['vector_steps_per_s']:>12,.0f} steps/s"
+        )
+    print(f"ours over CartPole-v1: scalar {result['scalar_ratio']:.2f}, vector ", end="")
+    print(f"{result['vector_ratio']:.2f}")
+    _write_json(options.json, result)
+    return 0
+
+
+def _write_json(path: str | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

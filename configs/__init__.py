@@ -1,0 +1,1 @@
+"""Packaged YAML files: scenarios and training hyperparameters."""

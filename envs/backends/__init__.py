@@ -1,0 +1,5 @@
+"""Backends: what plays an episode's requests under the caps and reports telemetry."""
+
+from vllm_tenant_tuning.backends.base import Backend, Outcome, RequestOutcomes, make_backend
+
+__all__ = ["Backend", "Outcome", "RequestOutcomes", "make_backend"]

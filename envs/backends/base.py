@@ -1,0 +1,110 @@
+"""The Backend protocol: the one thing that the environments know of simulation or HTTP."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tenant_tuning.scenario import Scenario
+from vllm_tenant_tuning.workload import RequestStream
+
+BACKENDS = ("sim",)
+
+
+class Outcome(enum.IntEnum):
+    """What has become of a request."""
+
+    PENDING = 0  # not arrived yet
+    QUEUED = 1
+    IN_FLIGHT = 2
+    COMPLETED = 3
+    DROPPED = 4
+    FAILED = 5
+
+
+@dataclass(frozen=True, eq=False)
+class RequestOutcomes:
+    """What has become of every request of an episode, in the order of its `RequestStream`.
+
+    Attributes:
+        tenant: (R,) int64, whose request it is.
+        outcome: (R,) int8, values of `Outcome`.
+        arrival_s: (R,) float64, when the gate saw the request (a simulator with a clock
+            stamps arrivals on its ticks).
+        admitted_s: (R,) float64, when it was sent; NaN before.
+        first_token_s: (R,) float64, when its first token came; NaN before, or where the
+            backend has no tokens.
+        finished_s: (R,) float64, when it completed, was dropped or failed; NaN before.
+    """
+
+    tenant: npt.NDArray[np.int64]
+    outcome: npt.NDArray[np.int8]
+    arrival_s: npt.NDArray[np.float64]
+    admitted_s: npt.NDArray[np.float64]
+    first_token_s: npt.NDArray[np.float64]
+    finished_s: npt.NDArray[np.float64]
+
+    @property
+    def latency_s(self) -> npt.NDArray[np.float64]:
+        """(R,) float64, arrival at the gate to the last token; NaN unless completed."""
+        return np.where(self.outcome == Outcome.COMPLETED, self.finished_s - self.arrival_s, np.nan)
+
+
+class Backend(Protocol):
+    """One or more clusters that play request streams, a control interval at a time.
+
+    A simulation may hold any number of clusters; a live server is one. `telemetry_tenants`
+    and `telemetry_cluster` are overwritten in place by `reset` and `advance`.
+
+    Attributes:
+        n_clusters: number of clusters.
+        telemetry_tenants: structured (n_clusters, n_tenants) of `telemetry.TENANT_DTYPE`.
+        telemetry_cluster: structured (n_clusters,) of `telemetry.CLUSTER_DTYPE`.
+    """
+
+    n_clusters: int
+    telemetry_tenants: npt.NDArray[np.void]
+    telemetry_cluster: npt.NDArray[np.void]
+
+    def reset(self, cluster: int, stream: RequestStream, caps: npt.NDArray[np.int64]) -> None:
+        """Start an episode on one cluster, empty, and observe it at time 0."""
+
+    def advance(self, caps: npt.NDArray[np.int64], active: npt.NDArray[np.bool_]) -> None:
+        """Run one control interval under the given caps.
+
+        Args:
+            caps: (n_clusters, n_tenants) int64.
+            active: (n_clusters,) bool; the other clusters stand still.
+        """
+
+    def faults(self) -> dict[int, str]:
+        """The clusters whose episode cannot go on (a dead server), each with the reason."""
+
+    def outcomes(self, cluster: int) -> RequestOutcomes:
+        """What has become of every request of the cluster's episode so far."""
+
+    def close(self) -> None:
+        """Release what the backend holds; further calls are an error."""
+
+
+def make_backend(name: str, scenario: Scenario, n_clusters: int = 1, **options: Any) -> Backend:
+    """Build the backend of that name for the scenario.
+
+    Args:
+        name: one of `BACKENDS`.
+        scenario: the task; its engine section chooses the simulator's fidelity.
+        n_clusters: how many clusters to hold.
+        options: keyword arguments of the backend (sim: `n_threads`).
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name == "sim":
+        from vllm_tenant_tuning.backends.sim.slots import SlotsBackend
+
+        return SlotsBackend(scenario, n_clusters, **options)
+    raise ValueError(f"backend: got {name!r}; accepted are {', '.join(BACKENDS)}")
