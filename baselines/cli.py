@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -167,7 +167,7 @@ def _study(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from vllm_tenant_tuning.baselines.bench import run_bench
+    from vllm_tenant_tuning.baselines.bench import PPO_ENVS, run_bench
 
     result = run_bench(options.scenario, options.num_envs)
     for name in ("cartpole", "vllm_tenant_tuning"):
@@ -178,6 +178,11 @@ def _bench(options: argparse.Namespace) -> int:
         )
     print(f"ours over CartPole-v1: scalar {result['scalar_ratio']:.2f}, vector ", end="")
     print(f"{result['vector_ratio']:.2f}")
+    if result["ppo"] is not None:
+        print(
+            f"PPO with {PPO_ENVS} environments: {result['ppo']['timesteps_per_s']:,.0f} "
+            f"timesteps/s, the environment takes {result['ppo']['environment_share']:.1%}"
+        )
     _write_json(options.json, result)
     return 0
 

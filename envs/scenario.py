@@ -514,11 +514,11 @@ def parse_scenario(content: object, label: str = "scenario") -> Scenario:
     try:
         return Scenario.model_validate(content)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False)]
+        lines = [explain_error(item) for item in error.errors(include_url=False)]
         raise ScenarioError(f"scenario {label}: " + "; ".join(lines)) from error
 
 
-def _explain(item: Any) -> str:
+def explain_error(item: Any) -> str:
     """One pydantic error as `path: got VALUE; what is accepted`."""
     path = ".".join(str(part) for part in item["loc"]) or "scenario"
     if item["type"] == "extra_forbidden":

@@ -283,7 +283,7 @@ def _apply(
     for c in range(n_clusters):
         for t in range(n_tenants):
             if active[c] and not 0 <= action[c, t] <= 2 * max_delta:
-                return c * n_tenants + t
+                return int(c * n_tenants + t)
     for c in range(n_clusters):
         total = 0
         for t in range(n_tenants):

@@ -1,0 +1,153 @@
+"""A trained model as a policy, and where a training run keeps it."""
+
+from __future__ import annotations
+
+import pickle
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from vllm_tenant_tuning.scenario import Scenario
+from vllm_tenant_tuning.spaces import CLUSTER_FEATURES, TENANT_FEATURES, ActionDecoder
+
+if TYPE_CHECKING:
+    from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+
+RUN_CONFIG_FILE = "config.yaml"
+MODEL_FILE = "model.zip"
+NORMALIZATION_FILE = "vecnormalize.pkl"
+
+_CLASSES = {
+    "ppo": ("stable_baselines3", "PPO"),
+    "maskable-ppo": ("sb3_contrib", "MaskablePPO"),
+    "recurrent-ppo": ("sb3_contrib", "RecurrentPPO"),
+}
+
+ALGORITHMS = tuple(_CLASSES)
+"""What can be trained and loaded."""
+
+
+def algorithm_class(algorithm: str) -> type[OnPolicyAlgorithm]:
+    """The class that trains and loads an algorithm's models.
+
+    Args:
+        algorithm: one of `ALGORITHMS`.
+
+    Raises:
+        ValueError: an unknown algorithm.
+        ImportError: the extra `train` is not installed.
+    """
+    if algorithm not in _CLASSES:
+        raise ValueError(f"algorithm: got '{algorithm}'; accepted are {', '.join(ALGORITHMS)}")
+    module, name = _CLASSES[algorithm]
+    try:
+        found: type[OnPolicyAlgorithm] = getattr(import_module(module), name)
+    except ImportError as error:
+        raise ImportError(
+            f"{algorithm} needs the extra 'train' ({error}): "
+            "pip install 'vllm-tenant-tuning[train]'"
+        ) from error
+    return found
+
+
+class ModelPolicy:
+    """The most probable action of a trained model.
+
+    Observations are normalised with the statistics of the training; MaskablePPO gets the masks
+    of the caps at hand; RecurrentPPO starts every episode with an empty state. Sets the process
+    to one PyTorch thread: more are in each other's way for a single observation. Model files can
+    run code when they are read, so load only those you trust.
+
+    Args:
+        path: the folder of a training run or of one of its checkpoints, or the `model.zip` in it.
+
+    Attributes:
+        name: the algorithm.
+
+    Raises:
+        ValueError: files that are missing or cannot be read.
+        ImportError: the extra `train` is not installed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        is_file = self._path.suffix == ".zip"
+        folder = self._path.parent if is_file else self._path
+        model_file = self._path if is_file else folder / MODEL_FILE
+        normalization_file = folder / NORMALIZATION_FILE
+        for file in (model_file, normalization_file):
+            if not file.is_file():
+                raise ValueError(
+                    f"model '{path}': no file {file}; accepted is the folder of a training run, or "
+                    f"its {MODEL_FILE} with {NORMALIZATION_FILE} beside it"
+                )
+        self.name = self._trained_algorithm(folder)
+        model_class = algorithm_class(self.name)
+
+        import torch
+
+        torch.set_num_threads(1)
+        try:
+            self._model = model_class.load(model_file, device="cpu")
+            normalization = pickle.loads(normalization_file.read_bytes())
+        except Exception as error:  # whatever a broken archive or pickle raises
+            raise ValueError(f"model '{path}': cannot be read: {error}") from error
+        self._mean, self._scale = 0.0, 1.0
+        self._clip = np.inf
+        if normalization.norm_obs:
+            self._mean = normalization.obs_rms.mean
+            self._scale = np.sqrt(normalization.obs_rms.var + normalization.epsilon)
+            self._clip = normalization.clip_obs
+        self._state: Any = None
+
+    def initial_caps(self, scenario: Scenario) -> None:
+        """The scenario's."""
+        return None
+
+    def reset(self, scenario: Scenario, seed: int) -> None:
+        """Forget the last episode.
+
+        Raises:
+            ValueError: the model was trained on other observations or actions than the
+                scenario's.
+        """
+        self._decoder = ActionDecoder(scenario)
+        n_observed = len(TENANT_FEATURES) * scenario.n_tenants + len(CLUSTER_FEATURES)
+        seen, chosen = self._model.observation_space, self._model.action_space
+        if seen.shape != (n_observed,) or chosen != self._decoder.space:
+            raise ValueError(
+                f"model '{self._path}': trained on observations of shape {seen.shape} and actions "
+                f"{chosen}; scenario '{scenario.name}' has ({n_observed},) and "
+                f"{self._decoder.space}"
+            )
+        self._state = None
+
+    def act(
+        self, observation: npt.NDArray[np.float32], info: dict[str, Any]
+    ) -> npt.NDArray[np.int64]:
+        """The model's most probable action."""
+        normalized = np.clip((observation - self._mean) / self._scale, -self._clip, self._clip)
+        masks = {}
+        if self.name == "maskable-ppo":
+            masks = {"action_masks": self._decoder.mask(info["caps"][None])}
+        action, self._state = self._model.predict(
+            normalized.astype(np.float32), state=self._state, deterministic=True, **masks
+        )
+        return action
+
+    def _trained_algorithm(self, folder: Path) -> str:
+        """What the run's configuration names; a checkpoint lies two folders below it."""
+        for parent in (folder, *folder.absolute().parents[:2]):
+            file = parent / RUN_CONFIG_FILE
+            if file.is_file():
+                try:
+                    return str(yaml.safe_load(file.read_text(encoding="utf-8"))["algorithm"])
+                except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+                    raise ValueError(f"{file}: names no algorithm: {error}") from error
+        raise ValueError(
+            f"model '{self._path}': no {RUN_CONFIG_FILE} beside it names its algorithm"
+        )

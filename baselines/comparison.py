@@ -1,0 +1,143 @@
+"""Evaluate, summarize, report and print: what `train.py` and `evaluate` end with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from vllm_tenant_tuning.baselines.evaluate import evaluate, resolve, trajectories
+from vllm_tenant_tuning.baselines.report import rich_table, write_report
+from vllm_tenant_tuning.baselines.statistics import Summary
+from vllm_tenant_tuning.baselines.study import ABLATION, METRICS, PUBLISHED
+from vllm_tenant_tuning.scenario import Scenario
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar as an `on_progress` callback."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def compare(
+    policies: Sequence[str],
+    scenario: Scenario,
+    seeds: range,
+    out_dir: Path,
+    *,
+    reference: str | None = None,
+    trace_dir: str | Path | None = None,
+    workers: int | None = None,
+    learning_curve: Sequence[tuple[int, float, float, float]] | None = None,
+) -> Summary:
+    """Play the policies, write the report and print the table.
+
+    Args:
+        policies: texts as `evaluate` takes them.
+        scenario: the task.
+        seeds: the same for all.
+        out_dir: for records and report.
+        reference: a policy's text or label; by default the best static, or else the first.
+        trace_dir: the folder of the trace files.
+        workers: processes.
+        learning_curve: of the trained policy among them: timesteps, mean, low, high.
+
+    Raises:
+        ValueError: a policy, reference or trace that is refused, before anything is played.
+    """
+    console = Console()
+    contenders = [resolve(text, scenario, trace_dir) for text in policies]
+    labels = [contender.label for contender in contenders]
+    named = dict(zip(policies, labels, strict=True)) | dict(zip(labels, labels, strict=True))
+    chosen = reference or ("best_static" if "best_static" in policies else policies[0])
+    if chosen not in named:
+        raise ValueError(f"reference: got '{chosen}'; accepted are {', '.join(policies)}")
+    with progress_bar("evaluating") as on_progress:
+        records = evaluate(
+            contenders,
+            scenario,
+            seeds,
+            out_dir,
+            trace_dir=trace_dir,
+            workers=workers,
+            on_progress=on_progress,
+        )
+    summary = write_report(
+        out_dir,
+        scenario,
+        records,
+        named[chosen],
+        trajectories(contenders, scenario, seeds[0], trace_dir),
+        title=f"{scenario.name}: {len(contenders)} policies, {len(seeds)} seeds",
+        learning_curve=learning_curve,
+    )
+    console.print(rich_table(summary))
+    console.print(f"report: {out_dir / 'report.html'}")
+    return summary
+
+
+def study_tables(result: dict[str, Any]) -> None:
+    """Print what `run_study` found beside the published figures."""
+    console = Console()
+    table = Table(
+        title=f"The study over {result['seeds']} seeds: ours ± standard error (published)"
+    )
+    table.add_column("policy")
+    for name, unit in zip(METRICS, ("req/s", "requests", "s"), strict=True):
+        table.add_column(f"{name}, {unit}", justify="right")
+    digits = {"throughput": 3, "drops": 1, "p99_latency": 2}
+    for policy, published in PUBLISHED.items():
+        cells = []
+        for name, places in digits.items():
+            ours, error = result[policy][name], result["standard_error"][policy][name]
+            cells.append(f"{ours:.{places}f} ± {error:.{places}f} ({published[name]:.{places}f})")
+        table.add_row(policy, *cells)
+    console.print(table)
+
+    table = Table(title="What separates naive from differentiated: drops a run ± standard error")
+    for column in ("scope", "window p99", "backlog"):
+        table.add_column(column, justify="left" if column == "scope" else "right")
+    cells_of = {
+        cell: f"{result['ablation'][cell]['drops']:.1f} ± "
+        f"{result['ablation'][cell]['standard_error']:.1f}"
+        for cell in ABLATION
+    }
+    for scope in ("coupled", "per_tenant"):
+        table.add_row(scope, cells_of[f"{scope}_window_p99"], cells_of[f"{scope}_backlog"])
+    console.print(table)
+
+    table = Table(title="Paired differences of drops (Wilcoxon, Holm)")
+    for column in ("policy", "against", "difference, 95 % interval", "p", "verdict"):
+        table.add_column(column)
+    for differences in result["tests"].values():
+        for d in differences:
+            low, high = d["interval"]
+            table.add_row(
+                d["policy"],
+                d["reference"],
+                f"{d['mean']:+.1f} [{low:+.1f}, {high:+.1f}]",
+                f"{d['p_holm']:.2g}",
+                d["verdict"],
+            )
+    console.print(table)

@@ -1,0 +1,347 @@
+"""Policies x seeds on one scenario: parallel, resumable, one raw record an episode."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from joblib import Parallel, delayed
+
+import vllm_tenant_tuning  # noqa: F401  (registers the environment)
+from vllm_tenant_tuning.agents import Policy, make_policy
+from vllm_tenant_tuning.backends import RequestOutcomes
+from vllm_tenant_tuning.baselines.best_static import find_best_static
+from vllm_tenant_tuning.baselines.records import (
+    EpisodeRecord,
+    append_record,
+    completed_keys,
+    read_records,
+)
+from vllm_tenant_tuning.reward import REWARD_TERMS
+from vllm_tenant_tuning.scenario import Scenario, load_scenario
+from vllm_tenant_tuning.telemetry import Telemetry
+
+EVALUATION_SEEDS = range(0, 1000)
+"""Training seeds begin at 10000 and never meet these."""
+
+RULE_POLICIES = (
+    "static",
+    "best_static",
+    "naive",
+    "differentiated",
+    "per_tenant_window_p99",
+    "coupled_backlog",
+)
+"""What a trained policy is compared with."""
+
+EPISODES_FILE = "episodes.jsonl"
+
+SEEDS_PER_TASK = 5
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy as an evaluation knows it.
+
+    Attributes:
+        label: how records and tables call it.
+        text: how `make_policy` builds it, in any process.
+    """
+
+    label: str
+    text: str
+
+
+Trajectory = dict[str, npt.NDArray[np.float64]]
+"""One episode over time: `time_s` (K,), and (K, n_tenants) each `caps`, `queued`,
+`latency_p99_s` (NaN before the first completion), `completed` and `dropped` (requests in the
+interval)."""
+
+
+def evaluate(
+    policies: Sequence[str | Contender],
+    scenario: str | Path | Scenario,
+    seeds: Sequence[int],
+    out_dir: str | Path,
+    *,
+    backend: str = "sim",
+    trace_dir: str | Path | None = None,
+    workers: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[EpisodeRecord]:
+    """Play every policy on every seed and record each episode as it ends.
+
+    Records already in `out_dir` of the same scenario, policy and seed are not played again.
+
+    Args:
+        policies: texts that `resolve` accepts, or what it gave.
+        scenario: a packaged scenario's name, a path, or a `Scenario`.
+        seeds: the same for all policies (common random numbers).
+        out_dir: where `episodes.jsonl` is kept.
+        backend: the backend's name.
+        trace_dir: the folder of the trace files.
+        workers: processes; None for one for each core.
+        on_progress: called with (episodes done, episodes in all).
+
+    Returns:
+        The records, policy by policy in the order given, seeds in theirs.
+
+    Raises:
+        ValueError: a policy, scenario or trace that is refused, before anything is played.
+    """
+    task = load_scenario(scenario)
+    if not seeds:
+        raise ValueError("seeds: got none; at least one is needed")
+    contenders = [
+        policy if isinstance(policy, Contender) else resolve(policy, task, trace_dir)
+        for policy in policies
+    ]
+    labels = [contender.label for contender in contenders]
+    if len(set(labels)) != len(labels):
+        raise ValueError(f"policies: names must differ, got {', '.join(labels)}")
+    make_env(task, backend, trace_dir).close()
+
+    path = Path(out_dir) / EPISODES_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digests = {c.label: digest(task, c.text, trace_dir) for c in contenders}
+    known = completed_keys(path)
+    tasks: list[tuple[Contender, list[int]]] = []
+    for contender in contenders:
+        missing = [
+            seed
+            for seed in seeds
+            if (task.name, digests[contender.label], contender.label, seed) not in known
+        ]
+        tasks += [
+            (contender, missing[i : i + SEEDS_PER_TASK])
+            for i in range(0, len(missing), SEEDS_PER_TASK)
+        ]
+    total = len(contenders) * len(seeds)
+    done = total - sum(len(chunk) for _, chunk in tasks)
+    arguments = [
+        (task, backend, trace_dir, contender, digests[contender.label], chunk)
+        for contender, chunk in tasks
+    ]
+    for records in _run_all(arguments, workers):
+        for record in records:
+            append_record(path, record)
+        done += len(records)
+        if on_progress is not None:
+            on_progress(done, total)
+
+    wanted = {
+        (task.name, digests[label], label, seed): (i, seed)
+        for i, label in enumerate(labels)
+        for seed in seeds
+    }
+    chosen = {
+        wanted[key]: record
+        for record in read_records(path)
+        if (key := (record.scenario, record.scenario_digest, record.policy, record.seed)) in wanted
+    }
+    return [chosen[i, seed] for i in range(len(labels)) for seed in seeds]
+
+
+def resolve(text: str, scenario: Scenario, trace_dir: str | Path | None) -> Contender:
+    """The contender that a policy's text names, in a form of `make_policy` or `best_static`.
+
+    Raises:
+        ValueError: a policy that is unknown or does not fit the scenario.
+    """
+    if text == "best_static":
+        caps = "/".join(map(str, find_best_static(scenario, trace_dir=trace_dir).caps))
+        return Contender(f"best_static:{caps}", f"static:{caps}")
+    policy = make_policy(text)
+    policy.initial_caps(scenario)
+    return Contender(policy.name, text)
+
+
+def make_env(
+    scenario: Scenario, backend: str = "sim", trace_dir: str | Path | None = None
+) -> gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """The scalar environment that evaluations play."""
+    return gym.make("VLLMTenantTuning-v0", scenario=scenario, backend=backend, trace_dir=trace_dir)
+
+
+def digest(scenario: Scenario, policy_text: str, trace_dir: str | Path | None) -> str:
+    """Twelve hex digits of all that an episode's result depends on but the seed."""
+    content = hashlib.sha256(scenario.model_dump_json().encode())
+    content.update(f"\n{policy_text}\n{trace_dir}".encode())
+    if policy_text.startswith("model:"):
+        model = Path(policy_text.removeprefix("model:"))
+        file = model / "model.zip" if model.is_dir() else model
+        content.update(file.read_bytes())
+    return content.hexdigest()[:12]
+
+
+def play(
+    env: gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]], policy: Policy, seed: int
+) -> tuple[EpisodeRecord, Trajectory]:
+    """Play one episode.
+
+    Args:
+        env: made by `make_env`.
+        policy: decides; it is reset first.
+        seed: of the environment and of the policy.
+
+    Returns:
+        The record, its label and digest those of `policy.name` and empty, and the trajectory.
+    """
+    inner: Any = env.unwrapped
+    scenario: Scenario = inner.scenario
+    began = time.perf_counter()
+    policy.reset(scenario, seed)
+    observation, info = env.reset(seed=seed, options={"caps": policy.initial_caps(scenario)})
+    terms = dict.fromkeys(REWARD_TERMS, 0.0)
+    seen: list[Telemetry] = []
+    total = 0.0
+    cap_changes = 0
+    caps = info["caps"]
+    truncated = False
+    while not truncated:
+        observation, reward, _, truncated, info = env.step(policy.act(observation, info))
+        total += float(reward)
+        for name in REWARD_TERMS:
+            terms[name] += info["reward_terms"][name]
+        cap_changes += int((info["caps"] != caps).sum())
+        caps = info["caps"]
+        seen.append(info["telemetry"])
+    wall_s = time.perf_counter() - began
+    tenants = np.stack([telemetry.tenants for telemetry in seen])
+    record = _record(
+        scenario,
+        policy.name,
+        seed,
+        tenants,
+        float(seen[-1].cluster["time_s"]),
+        inner.outcomes(),
+        total,
+        terms,
+        cap_changes,
+        str(info["truncation_reason"]),
+        wall_s,
+    )
+    trajectory = {
+        "time_s": np.array([float(telemetry.cluster["time_s"]) for telemetry in seen]),
+        "caps": tenants["cap"],
+        **{name: tenants[name] for name in ("queued", "latency_p99_s", "completed", "dropped")},
+    }
+    return record, trajectory
+
+
+def trajectories(
+    contenders: Sequence[Contender],
+    scenario: Scenario,
+    seed: int,
+    trace_dir: str | Path | None = None,
+) -> dict[str, Trajectory]:
+    """The episode of one seed under each contender."""
+    env = make_env(scenario, trace_dir=trace_dir)
+    shown = {c.label: play(env, make_policy(c.text), seed)[1] for c in contenders}
+    env.close()
+    return shown
+
+
+def _record(
+    scenario: Scenario,
+    label: str,
+    seed: int,
+    tenants: npt.NDArray[np.void],
+    episode_s: float,
+    outcomes: RequestOutcomes,
+    total: float,
+    terms: dict[str, float],
+    cap_changes: int,
+    truncation: str,
+    wall_s: float,
+) -> EpisodeRecord:
+    last = tenants[-1]
+    good = tenants["good"].sum(axis=0)
+    mean_in_flight = tenants["mean_in_flight"].mean(axis=0)
+    latency_s = outcomes.latency_s
+    weights = np.array([tenant.drop_weight for tenant in scenario.tenants])
+    by_tenant = {}
+    for i, name in enumerate(scenario.tenant_names):
+        by_tenant[name] = {
+            "arrived": float(last["arrived_total"][i]),
+            "completed": float(last["completed_total"][i]),
+            "good": float(good[i]),
+            "dropped": float(last["dropped_total"][i]),
+            "failed": float(last["failed_total"][i]),
+            **_percentiles(latency_s[outcomes.tenant == i]),
+            "mean_cap": float(tenants["cap"][:, i].mean()),
+            "mean_in_flight": float(mean_in_flight[i]),
+        }
+    return EpisodeRecord.model_validate(
+        {
+            "scenario": scenario.name,
+            "scenario_digest": "",
+            "policy": label,
+            "seed": seed,
+            "backend": "sim",
+            "truncation": truncation,
+            "steps": len(tenants),
+            "episode_s": episode_s,
+            "return": total,
+            "reward_terms": terms,
+            "throughput_rps": float(last["completed_total"].sum()) / episode_s,
+            "goodput_rps": float(good.sum()) / episode_s,
+            "drops": float(last["dropped_total"].sum()),
+            "weighted_drops": float((weights * last["dropped_total"]).sum()),
+            "failed": float(last["failed_total"].sum()),
+            **_percentiles(latency_s),
+            "cost": float(mean_in_flight.sum()) / scenario.engine.max_num_seqs,
+            "cap_changes": cap_changes,
+            "jain_fairness": _jain(last["completed_total"], last["arrived_total"]),
+            "wall_s": wall_s,
+            "tenants": by_tenant,
+        }
+    )
+
+
+def _percentiles(latency_s: npt.NDArray[np.float64]) -> dict[str, float | None]:
+    done = latency_s[~np.isnan(latency_s)]
+    values = np.percentile(done, [50, 95, 99]) if done.size else [None] * 3
+    return {
+        f"latency_p{level}_s": None if value is None else float(value)
+        for level, value in zip((50, 95, 99), values, strict=True)
+    }
+
+
+def _jain(completed: npt.NDArray[np.float64], arrived: npt.NDArray[np.float64]) -> float:
+    """Jain's index of the tenants' served shares (Jain, Chiu, Hawe 1984): 1 is even."""
+    share = completed[arrived > 0] / arrived[arrived > 0]
+    if not share.any():
+        return 1.0
+    return float(share.sum() ** 2 / (share.size * (share**2).sum()))
+
+
+def _run_all(arguments: Sequence[Any], workers: int | None) -> Iterator[list[EpisodeRecord]]:
+    n_jobs = max(1, min(workers or os.cpu_count() or 1, len(arguments)))
+    parallel = Parallel(n_jobs=n_jobs, return_as="generator_unordered")
+    yield from parallel(delayed(_run_task)(argument) for argument in arguments)
+
+
+def _run_task(argument: Any) -> list[EpisodeRecord]:
+    scenario, backend, trace_dir, contender, known_digest, seeds = argument
+    env = make_env(scenario, backend, trace_dir)
+    policy = make_policy(contender.text)
+    records = []
+    for seed in seeds:
+        record, _ = play(env, policy, seed)
+        update: Mapping[str, Any] = {
+            "policy": contender.label,
+            "scenario_digest": known_digest,
+            "backend": backend,
+        }
+        records.append(record.model_copy(update=update))
+    env.close()
+    return records

@@ -1,0 +1,157 @@
+"""Raw records: one episode a line, written as it ends, readable after a crash."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_logger = logging.getLogger(__name__)
+
+# Infinity and NaN have no form in JSON: they are refused here, before a line is spoilt.
+_CONFIG = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
+
+
+class RecordError(ValueError):
+    """A file of records that cannot be read."""
+
+
+class RewardTerms(BaseModel):
+    """Sums of the reward's terms over an episode, signs included."""
+
+    model_config = _CONFIG
+
+    throughput: float
+    slo: float
+    drop: float
+    cost: float
+
+
+class TenantRecord(BaseModel):
+    """What an episode was for one tenant: requests, seconds (None without a completion)."""
+
+    model_config = _CONFIG
+
+    arrived: float
+    completed: float
+    good: float
+    dropped: float
+    failed: float
+    latency_p50_s: float | None
+    latency_p95_s: float | None
+    latency_p99_s: float | None
+    mean_cap: float
+    mean_in_flight: float
+
+
+class EpisodeRecord(BaseModel):
+    """One episode of one policy.
+
+    Attributes:
+        scenario: its name.
+        scenario_digest: hex digits of all that the result depends on but the seed.
+        policy: its label.
+        seed: of the environment and of the policy.
+        backend: what played it.
+        truncation: why it ended: `time_limit` or a fault.
+        steps: control intervals.
+        episode_s: seconds.
+        return_: sum of the rewards (`return` in files).
+        reward_terms: what it is made of.
+        throughput_rps: completed requests per second.
+        goodput_rps: requests completed within their tenant's SLO, per second.
+        drops: requests; weighted_drops: each times its tenant's drop weight.
+        failed: requests.
+        latency_p50_s, latency_p95_s, latency_p99_s: over all completions, gate to last token,
+            as `numpy.percentile` takes them; None without a completion.
+        cost: held capacity, the time average of requests in flight over `max_num_seqs`.
+        cap_changes: how often a cap changed.
+        jain_fairness: Jain's index of the tenants' completed shares, 1 where they are even.
+        wall_s: how long playing took.
+        tenants: the same per tenant.
+    """
+
+    model_config = _CONFIG
+
+    scenario: str
+    scenario_digest: str
+    policy: str
+    seed: int
+    backend: str
+    truncation: str
+    steps: int
+    episode_s: float
+    return_: float = Field(alias="return")
+    reward_terms: RewardTerms
+    throughput_rps: float
+    goodput_rps: float
+    drops: float
+    weighted_drops: float
+    failed: float
+    latency_p50_s: float | None
+    latency_p95_s: float | None
+    latency_p99_s: float | None
+    cost: float
+    cap_changes: int
+    jain_fairness: float
+    wall_s: float
+    tenants: dict[str, TenantRecord]
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What makes two records the same episode."""
+        return (self.scenario, self.scenario_digest, self.policy, self.seed)
+
+
+def append_record(path: Path, record: EpisodeRecord) -> None:
+    """Add a record to a file and see it onto the disk.
+
+    A line that a crash tore off is ended first, so that it spoils no other.
+    """
+    line = record.model_dump_json(by_alias=True) + "\n"
+    with path.open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_records(path: Path) -> list[EpisodeRecord]:
+    """All records of a file, oldest first; none if there is no file.
+
+    Lines that are not whole JSON, as a crash leaves them, are passed over with a warning in the
+    log: their episodes count as not played.
+
+    Raises:
+        RecordError: a whole line that is no record, with file, line and reason.
+    """
+    records = []
+    if not path.exists():
+        return []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            content = json.loads(line)
+        except ValueError:  # torn: JSON or UTF-8 that stops in the middle
+            _logger.warning(
+                "%s, line %d: torn, ignored; its episode counts as not played", path, number
+            )
+            continue
+        try:
+            records.append(EpisodeRecord.model_validate(content))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"])) or "line"
+            raise RecordError(f"{path}, line {number}: {field}: {first['msg']}") from error
+    return records
+
+
+def completed_keys(path: Path) -> set[tuple[str, str, str, int]]:
+    """The keys of the episodes that a file holds."""
+    return {record.key for record in read_records(path)}

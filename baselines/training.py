@@ -1,0 +1,366 @@
+"""Training a policy: one run, one folder, which can be interrupted and resumed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import vllm_tenant_tuning
+from vllm_tenant_tuning.agents.rl import (
+    ALGORITHMS,
+    MODEL_FILE,
+    RUN_CONFIG_FILE,
+    algorithm_class,
+)
+from vllm_tenant_tuning.baselines.training_config import (
+    RunConfig,
+    TrainingConfig,
+    changed_training_config,
+    load_run_config,
+    load_training_config,
+    write_yaml,
+)
+from vllm_tenant_tuning.scenario import Scenario, load_scenario
+from vllm_tenant_tuning.vector import VLLMTenantTuningVectorEnv
+
+SCENARIO_FILE = "scenario.yaml"
+CHECKPOINT_FOLDER = "checkpoints"
+CURVE_FILE = "curve.jsonl"
+
+FIRST_TRAINING_SEED = 10_000
+"""Evaluation seeds are 0 to 999."""
+
+SEED_STRIDE = 10**12
+"""Between the first training seeds of two runs; no run has more timesteps than this."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training run as it lies in its folder.
+
+    Attributes:
+        run_dir: the folder.
+        config: algorithm, seed and hyperparameters.
+        scenario: the task.
+        timesteps: trained in all.
+        curve: one point a rollout: `timesteps`, `wall_s`, `reward_mean` (per control interval),
+            `episodes` (that ended in it) and over those `return_mean` with its 95 % interval
+            `return_low` to `return_high`, `drops_mean` and `throughput_rps_mean` (None without
+            any).
+        interrupted: whether it was stopped before its end.
+    """
+
+    run_dir: Path
+    config: RunConfig
+    scenario: Scenario
+    timesteps: int
+    curve: tuple[dict[str, Any], ...]
+    interrupted: bool
+
+    @property
+    def model_path(self) -> Path:
+        """The trained model."""
+        return self.run_dir / MODEL_FILE
+
+
+def train(
+    scenario: str | Path | Scenario,
+    algorithm: str = "ppo",
+    *,
+    seed: int = 0,
+    training: TrainingConfig | None = None,
+    trace_dir: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    progress: bool = False,
+) -> TrainingRun:
+    """Train a policy.
+
+    The folder gets `config.yaml` and `scenario.yaml`, `curve.jsonl` and TensorBoard's `tb/` as
+    they come, `checkpoints/`, and `model.zip` with `vecnormalize.pkl` of the newest checkpoint.
+    The first Ctrl-C ends the training after the step at hand and keeps everything.
+
+    Args:
+        scenario: a packaged scenario's name, a path, or a `Scenario`.
+        algorithm: "ppo", "maskable-ppo" or "recurrent-ppo".
+        seed: of weights, sampled actions and training episodes; the same seed gives the same
+            weights on the same machine.
+        training: hyperparameters; None for the packaged ones.
+        trace_dir: the folder of the trace files.
+        run_dir: a folder that is new or empty; None for one in `runs/` named after the time.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: arguments that are refused, before anything is written.
+        ImportError: the extra `train` is not installed.
+    """
+    task = load_scenario(scenario)
+    first_training_seed(seed, 0)
+    config = RunConfig(
+        algorithm=algorithm,
+        scenario=task.name,
+        seed=seed,
+        trace_dir=None if trace_dir is None else str(trace_dir),
+        version=vllm_tenant_tuning.__version__,
+        training=training or load_training_config(algorithm, task.name),
+    )
+    folder = _new_run_dir(config) if run_dir is None else Path(run_dir)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"run folder: '{folder}' is not empty; accepted is a new one, or --resume")
+    env = _vector_env(config, task)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_yaml(folder / RUN_CONFIG_FILE, config)
+    write_yaml(folder / SCENARIO_FILE, task)
+    return _session(folder, config, task, env, None, progress)
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    total_timesteps: int | None = None,
+    trace_dir: str | Path | None = None,
+    progress: bool = False,
+) -> TrainingRun:
+    """Go on with a run from its newest checkpoint, or from the start where it has none.
+
+    Weights, optimizer, normalisation, timesteps and learning curve continue; the episodes begin
+    anew, with seeds that the run has not used.
+
+    Args:
+        run_dir: its folder.
+        total_timesteps: train until so many in all; None for what the run set out to do.
+        trace_dir: the folder of the trace files, if it has moved.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: not the folder of a run, or values that are refused.
+        ImportError: the extra `train` is not installed.
+    """
+    folder = Path(run_dir)
+    config = load_run_config(folder / RUN_CONFIG_FILE)
+    task = load_scenario(folder / SCENARIO_FILE)
+    if total_timesteps is not None:
+        training = changed_training_config(config.training, total_timesteps=total_timesteps)
+        config = config.model_copy(update={"training": training})
+    if trace_dir is not None:
+        config = config.model_copy(update={"trace_dir": str(trace_dir)})
+    env = _vector_env(config, task)
+    write_yaml(folder / RUN_CONFIG_FILE, config)
+    return _session(folder, config, task, env, _newest_checkpoint(folder), progress)
+
+
+def evaluate_and_report(run: TrainingRun, seeds: range) -> None:
+    """Play the trained policy beside the rules on evaluation seeds, print and report.
+
+    Args:
+        run: as `train` or `resume` gave it.
+        seeds: evaluation seeds.
+    """
+    from vllm_tenant_tuning.baselines.comparison import compare
+    from vllm_tenant_tuning.baselines.evaluate import RULE_POLICIES
+
+    compare(
+        [f"model:{run.run_dir}", *RULE_POLICIES],
+        run.scenario,
+        seeds,
+        run.run_dir,
+        trace_dir=run.config.trace_dir,
+        learning_curve=[
+            (point["timesteps"], point["return_mean"], point["return_low"], point["return_high"])
+            for point in run.curve
+            if point["episodes"]
+        ],
+    )
+
+
+def first_training_seed(seed: int, timesteps: int) -> int:
+    """Seed of the first environment; the others count on from it.
+
+    Runs of different seeds, and the sessions of one that was resumed, never share an episode.
+
+    Args:
+        seed: the run's.
+        timesteps: trained before this session.
+
+    Raises:
+        ValueError: a seed whose episodes would meet the evaluation's.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(
+            f"seed: got {seed}; accepted are whole numbers from 0 to {2**32 - 1} (training "
+            f"episodes then have seeds from {FIRST_TRAINING_SEED} on, away from the evaluation's)"
+        )
+    return FIRST_TRAINING_SEED + seed * SEED_STRIDE + timesteps
+
+
+def _session(
+    folder: Path,
+    config: RunConfig,
+    scenario: Scenario,
+    env: VLLMTenantTuningVectorEnv,
+    checkpoint: Path | None,
+    progress: bool,
+) -> TrainingRun:
+    from vllm_tenant_tuning.baselines.training_session import learn
+
+    done = 0 if checkpoint is None else int(checkpoint.name)
+    curve = _read_curve(folder / CURVE_FILE, done)
+    timesteps = learn(
+        folder,
+        config,
+        env,
+        checkpoint,
+        first_training_seed(config.seed, done),
+        curve_file=folder / CURVE_FILE,
+        checkpoint_dir=folder / CHECKPOINT_FOLDER,
+        wall_s=curve[-1]["wall_s"] if curve else 0.0,
+        progress=progress,
+    )
+    return TrainingRun(
+        folder,
+        config,
+        scenario,
+        timesteps,
+        tuple(_read_curve(folder / CURVE_FILE, timesteps)),
+        interrupted=timesteps < config.training.total_timesteps,
+    )
+
+
+def _vector_env(config: RunConfig, scenario: Scenario) -> VLLMTenantTuningVectorEnv:
+    algorithm_class(config.algorithm)  # before anything is written: is the extra there?
+    return VLLMTenantTuningVectorEnv(
+        config.training.n_envs,
+        scenario,
+        trace_dir=config.trace_dir,
+        autoreset_mode="SAME_STEP",
+        n_threads=1,  # a step is so short that waking a second one takes longer
+    )
+
+
+def _new_run_dir(config: RunConfig) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{stamp}-{config.scenario}-{config.algorithm}-seed{config.seed}"
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    names = [path.name for path in (folder / CHECKPOINT_FOLDER).glob("*") if path.name.isdecimal()]
+    return folder / CHECKPOINT_FOLDER / max(names) if names else None
+
+
+def _read_curve(file: Path, timesteps: int) -> list[dict[str, Any]]:
+    """The learning curve up to `timesteps`; what lies beyond, or was cut off, is removed."""
+    if not file.exists():
+        return []
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            point = json.loads(line)
+        except json.JSONDecodeError:
+            break  # the process was killed while it wrote
+        if point["timesteps"] > timesteps:
+            break
+        kept.append(point)
+    file.write_text("".join(json.dumps(point) + "\n" for point in kept), encoding="utf-8")
+    return kept
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train a policy, or go on with a run, and compare it with the rules.
+
+    Returns:
+        0, or 2 with one line on standard error when the input is refused, or 130 after Ctrl-C.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        return _run(options)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: what was trained and measured is kept", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    from vllm_tenant_tuning.baselines.cli import parse_seeds
+
+    seeds = parse_seeds(options.eval_seeds)
+    if options.resume is not None:
+        for name in ("scenario", "algorithm", "seed", "n_envs", "config", "out"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: a resumed run keeps its own; accepted beside "
+                    "--resume are --timesteps, --trace-dir, --eval-seeds"
+                )
+        run = resume(
+            options.resume,
+            total_timesteps=options.timesteps,
+            trace_dir=options.trace_dir,
+            progress=True,
+        )
+    else:
+        scenario = load_scenario(options.scenario or _default_scenario(options.trace_dir))
+        algorithm = options.algorithm or "ppo"
+        training = load_training_config(
+            algorithm,
+            scenario.name,
+            options.config,
+            total_timesteps=options.timesteps,
+            n_envs=options.n_envs,
+        )
+        run = train(
+            scenario,
+            algorithm,
+            seed=options.seed or 0,
+            training=training,
+            trace_dir=options.trace_dir,
+            run_dir=options.out,
+            progress=True,
+        )
+    if run.interrupted:
+        print(
+            f"interrupted after {run.timesteps} timesteps, all kept; go on with --resume "
+            f"{run.run_dir}",
+            file=sys.stderr,
+        )
+        return 130
+    print(f"trained {run.config.algorithm} on {run.scenario.name}: {run.model_path}")
+    evaluate_and_report(run, seeds)
+    return 0
+
+
+def _default_scenario(trace_dir: str | None) -> str:
+    return "azure" if trace_dir or os.environ.get("VLLM_TENANT_TRACE_DIR") else "azure_like"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train",
+        description="Train a policy and evaluate it beside the rules.",
+    )
+    parser.add_argument(
+        "--scenario",
+        metavar="NAME|FILE",
+        help="(default: azure where the traces are given, else azure_like)",
+    )
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="(default: ppo)")
+    parser.add_argument("--timesteps", type=int, metavar="N", help="environment steps in all")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the run (default: 0)")
+    parser.add_argument("--n-envs", type=int, metavar="N", help="environments side by side")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="hyperparameters in place of the packaged ones"
+    )
+    parser.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
+    parser.add_argument("--trace-dir", metavar="DIR", help="folder of the trace files")
+    parser.add_argument("--out", metavar="DIR", help="the run's folder (default: in runs/)")
+    parser.add_argument(
+        "--eval-seeds", default="0:100", metavar="A:B", help="evaluated: A to B - 1 (%(default)s)"
+    )
+    return parser

@@ -1,0 +1,300 @@
+"""The report shows the records' numbers, on its own, to everybody, in a real browser."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.collections import PathCollection
+from rich.console import Console
+from synthetic import record
+
+from vllm_tenant_tuning import load_scenario
+from vllm_tenant_tuning.baselines.plots import (
+    difference_plot,
+    learning_curve_plot,
+    pareto_plot,
+    trajectory_plot,
+)
+from vllm_tenant_tuning.baselines.records import EpisodeRecord
+from vllm_tenant_tuning.baselines.report import rich_table, write_report
+from vllm_tenant_tuning.baselines.statistics import TESTED, Summary, summarize
+
+HOSTILE = "<script>document.title='owned'</script>|[bold]"
+POLICIES = ("old", "new", HOSTILE)
+STUDY = load_scenario("study")
+
+
+def records(n: int = 12) -> list[EpisodeRecord]:
+    rng = np.random.default_rng(0)
+    made = []
+    for policy in POLICIES:
+        for seed in range(n):
+            gain = 1.0 if policy == "new" else 0.0
+            made.append(
+                record(
+                    policy,
+                    seed,
+                    **{"return": 100 + 5 * gain + rng.normal()},
+                    goodput_rps=0.6 + 0.1 * gain + 0.01 * rng.normal(),
+                    weighted_drops=float(rng.poisson(30)),
+                    latency_p99_s=11 + rng.normal(),
+                    cost=0.2 + 0.1 * gain,
+                )
+            )
+    return made
+
+
+def trajectory() -> dict[str, Any]:
+    steps = np.arange(1, 21)
+    two = np.stack([steps, 21 - steps], axis=1).astype(float)
+    p99_s = two.copy()
+    p99_s[:5] = np.nan
+    return {
+        "time_s": steps * 3.0,
+        "caps": two % 8,
+        "queued": two,
+        "latency_p99_s": p99_s,
+        "completed": two,
+        "dropped": two / 2,
+    }
+
+
+def write(folder: Path, made: list[EpisodeRecord]) -> Summary:
+    shown = {policy: trajectory() for policy in POLICIES}
+    curve = [(1000 * i, 10.0 * i, 10.0 * i - 5, 10.0 * i + 5) for i in range(1, 9)]
+    return write_report(
+        folder, STUDY, made, "old", shown, title=HOSTILE, learning_curve=curve, notes=["Said so."]
+    )
+
+
+class Page(HTMLParser):
+    """All tags, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_files_show_the_means_of_the_records(tmp_path: Path) -> None:
+    made = records()
+    summary = write(tmp_path, made)
+    assert summary == summarize(made, "old")
+    page = Page((tmp_path / "report.html").read_text())
+    table = (tmp_path / "table.md").read_text()
+    for policy in ("old", "new"):
+        mean = np.mean([r.goodput_rps for r in made if r.policy == policy])
+        assert f"{mean:.3f}" in table
+        assert f"{mean:.3f}" in page.text
+    assert json.loads((tmp_path / "summary.json").read_text())["reference"] == "old"
+    row = next(line for line in table.splitlines() if line.startswith("| new"))
+    cells = [cell.strip() for cell in row.split("|")]
+    assert re.search(r"\d \+ \[", cells[2])  # return: significantly better
+    assert re.search(r"\d = \[", cells[6])  # weighted drops: not significant
+    assert STUDY.question in page.text
+    assert "12 seeds" in page.text
+    assert "Said so." in page.text
+
+
+def test_the_page_needs_nothing_else_and_trusts_no_name(tmp_path: Path) -> None:
+    write(tmp_path, records())
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert "&lt;script&gt;" in text
+    for _, attributes in page.tags:
+        for name in ("src", "href", "xlink:href", "data", "action"):
+            inside = ("#", "data:image/png;base64,")
+            assert (attributes.get(name) or "#").startswith(inside), attributes
+    assert not re.search(r"url\((?!#|'#|\"#)", text)
+    assert "@import" not in text
+
+
+def test_figures_do_not_share_ids(tmp_path: Path) -> None:
+    """Clip paths of one figure must not cut another."""
+    write(tmp_path, records())
+    clips = [
+        set(re.findall(r'<clipPath id="([^"]+)"', (tmp_path / f"{name}.svg").read_text()))
+        for name in ("pareto", "differences", "trajectory", "learning_curve")
+    ]
+    assert all(clips)
+    assert sum(map(len, clips)) == len(set.union(*clips))
+
+
+def test_one_seed_is_said_to_give_no_interval(tmp_path: Path) -> None:
+    write(tmp_path, records(1))
+    page = Page((tmp_path / "report.html").read_text())
+    assert "One seed gives no interval and no test." in page.text
+    assert "[" not in (tmp_path / "table.md").read_text().splitlines()[2]
+
+
+def test_an_episode_that_was_cut_short_is_said(tmp_path: Path) -> None:
+    made = records()
+    made[3] = made[3].model_copy(update={"truncation": "server_died"})
+    write(tmp_path, made)
+    assert "cut short: server_died" in Page((tmp_path / "report.html").read_text()).text
+
+
+def test_figures_draw_the_numbers() -> None:
+    made = records()
+    summary = summarize(made, "old")
+    axes = pareto_plot(summary).axes[0]
+    drawn = {
+        (round(float(x), 9), round(float(y), 9))
+        for points in axes.collections
+        if isinstance(points, PathCollection)
+        for x, y in points.get_offsets()
+    }
+    assert drawn == {
+        tuple(
+            round(float(np.mean([getattr(r, field) for r in made if r.policy == policy])), 9)
+            for field in ("latency_p99_s", "goodput_rps")
+        )
+        for policy in POLICIES
+    }
+
+    panels = difference_plot(summary).axes
+    for axes, field in zip(panels, TESTED, strict=True):
+        points = [line for line in axes.lines if line.get_marker() in {"o", "s", "D"}]
+        for point, policy in zip(points, POLICIES[1:], strict=True):
+            found = summary.difference(policy, field)
+            assert found is not None
+            assert point.get_xdata()[0] == pytest.approx(found.mean)
+            assert (point.get_markerfacecolor() == "white") == (not found.significant)
+
+    seen = trajectory()
+    figure = trajectory_plot({str(i): seen for i in range(12)}, STUDY)
+    assert len(figure.axes) == 12 * 4
+    caps, _, ratio, rates = figure.axes[:4]
+    np.testing.assert_array_equal(caps.lines[1].get_ydata(), seen["caps"][:, 1])
+    slo_s = STUDY.tenants[0].slo_latency_p99_s
+    np.testing.assert_allclose(ratio.lines[0].get_ydata(), seen["latency_p99_s"][:, 0] / slo_s)
+    np.testing.assert_allclose(rates.lines[3].get_ydata(), seen["dropped"][:, 1] / 3.0)
+
+    (axes,) = learning_curve_plot([(1, 2.0, 1.0, 3.0), (2, 4.0, 3.0, 5.0)]).axes
+    assert axes.lines[0].get_ydata().tolist() == [2.0, 4.0]
+
+
+def test_long_trajectories_keep_extremes_and_totals() -> None:
+    """600 intervals become 120 bins of five: a short peak stays, no drop is lost."""
+    steps = np.arange(1, 601)
+    seen = {name: np.zeros((600, 2)) for name in ("caps", "queued", "completed", "dropped")}
+    seen |= {"time_s": steps * 3.0, "latency_p99_s": np.full((600, 2), np.nan)}
+    seen["queued"][333, 0] = 17.0
+    seen["dropped"][100:103, 1] = 4.0
+    _, queued, _, rates = trajectory_plot({"p": seen}, STUDY).axes
+    assert max(queued.lines[0].get_ydata()) == 17.0
+    assert len(queued.lines[0].get_ydata()) == 120
+    assert sum(rates.lines[3].get_ydata()) * 15.0 == pytest.approx(12.0)
+
+
+def test_names_are_no_mathematics(tmp_path: Path) -> None:
+    """Matplotlib would read dollars as a formula and stop at a broken one."""
+    made = [record(policy, seed) for policy in ("old", r"$\frac$") for seed in range(3)]
+    shown = {r"$\frac$": trajectory()}
+    write_report(tmp_path, STUDY, made, "old", shown, title="t")
+    assert "frac" in (tmp_path / "pareto.svg").read_text()
+
+
+def test_caveats_are_said(tmp_path: Path) -> None:
+    made = records(6)[1:]
+    made[-1] = made[-1].model_copy(update={"latency_p99_s": None, "failed": 3.0})
+    write(tmp_path, made)
+    text = " ".join(Page((tmp_path / "report.html").read_text()).text.split())
+    assert "old: 5 of 6 seeds" in text
+    assert "1 episodes without a completion" in text
+    assert "3 requests failed" in text
+    # Five pairs: the smallest two-sided p is 2/32; of eight comparisons Holm takes it eightfold.
+    assert "smallest exact p is 0.5 after" in text
+    caveats = json.loads((tmp_path / "summary.json").read_text())["caveats"]
+    assert any("5 of 6 seeds" in caveat for caveat in caveats)
+
+
+def test_without_trajectories_there_is_no_such_figure(tmp_path: Path) -> None:
+    write_report(tmp_path, STUDY, records(3), "old", {}, title="t")
+    assert not (tmp_path / "trajectory.svg").exists()
+    assert (tmp_path / "pareto.png").stat().st_size > 10_000
+
+
+def test_the_terminal_table_names_the_reference() -> None:
+    summary = summarize(records(), "old")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(rich_table(summary))
+    text = " ".join(console.export_text().split())
+    assert rich_table(summary).row_count == 3
+    assert "Against old" in text
+    assert "[bold]" in text  # a name, not a style
+    for policy in POLICIES:
+        mean = summary.estimate(policy, "goodput_rps").mean
+        assert f"{mean:.3f}" in text
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_in_a_browser_nothing_overflows_and_nothing_runs(tmp_path: Path, width: int) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium to look at the page with")
+    write(tmp_path, records())
+    # An iframe is as narrow as asked; a headless window has a least width of its own. The page
+    # is measured from outside: its own policy lets no script run.
+    (tmp_path / "frame.html").write_text(
+        f'<iframe src="report.html" style="width:{width}px;height:900px;border:0"></iframe>'
+        """<script>
+          onload = () => {
+            const page = frames[0].document;
+            const root = page.documentElement;
+            const svgs = [...page.querySelectorAll("figure svg")];
+            document.body.dataset.probe = JSON.stringify({
+              title: page.title,
+              overflow: root.scrollWidth - root.clientWidth,
+              width: root.clientWidth,
+              figures: svgs.filter((svg) => svg.getBoundingClientRect().height > 100).length,
+            });
+          };
+        </script>"""
+    )
+    ended = subprocess.run(
+        [
+            chromium,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+            "--no-first-run",
+            "--allow-file-access-from-files",
+            "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom",
+            (tmp_path / "frame.html").as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found = re.search(r'data-probe="([^"]*)"', ended.stdout)
+    assert found, ended.stdout[:500]
+    seen = json.loads(html.unescape(found[1]))
+    assert seen["title"] == HOSTILE
+    assert seen["width"] in (width, width - 15)  # less a scroll bar
+    assert seen["overflow"] == 0
+    assert seen["figures"] == 4
+    assert [line for line in ended.stderr.splitlines() if "CONSOLE" in line] == []

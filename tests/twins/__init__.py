@@ -1,0 +1,1 @@
+"""Slow, obvious twins of compiled code, written from its description alone."""
