@@ -361,6 +361,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace-dir", metavar="DIR", help="folder of the trace files")
     parser.add_argument("--out", metavar="DIR", help="the run's folder (default: in runs/)")
     parser.add_argument(
-        "--eval-seeds", default="0:100", metavar="A:B", help="evaluated: A to B - 1 (%(default)s)"
+        "--eval-seeds", default="100:200", metavar="A:B", help="evaluated: A to B - 1 (%(default)s)"
     )
     return parser
