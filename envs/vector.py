@@ -57,6 +57,7 @@ class VLLMTenantTuningVectorEnv(
         autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         **backend_options: Any,
     ) -> None:
+        self.closed = True  # nothing to release yet, should the arguments be refused
         if num_envs < 1:
             raise ValueError(f"num_envs: got {num_envs}; at least 1 is accepted")
         self.num_envs = num_envs
@@ -71,6 +72,7 @@ class VLLMTenantTuningVectorEnv(
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._rngs: list[np.random.Generator | None] = [None] * num_envs
         self._caps_initial = self._loop.caps_of(None)
+        self.closed = False
         self._started = False
         self._done = np.zeros(num_envs, np.bool_)
 

@@ -342,7 +342,7 @@ def test_the_command_trains_and_hands_over_to_the_evaluation(
     assert made.scenario == load_scenario("azure_like")
     assert (made.config.algorithm, made.config.seed, made.timesteps) == ("ppo", 0, 80)
     assert made.config.training.n_envs == 2
-    assert seeds == range(100)
+    assert seeds == range(100, 200)
     assert made.run_dir.parent == Path("runs")
     assert str(made.model_path) in capsys.readouterr().out
 
