@@ -28,26 +28,16 @@ from vllm_tenant_tuning.baselines.statistics import (
     Summary,
     Verdict,
 )
+from vllm_tenant_tuning.rendering_figure import COLOURS
 from vllm_tenant_tuning.scenario import Scenario
 
 FloatArray = npt.NDArray[np.float64]
 
 WIDTH_IN = 8.0
-# Okabe and Ito's colours, safe for colour-blind readers; their yellow cannot be read on white.
-_COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-    "#999999",
-)
 _VERDICTS: dict[Verdict, tuple[str, str, str]] = {
-    "better": (_COLOURS[0], "o", "better"),
-    "worse": (_COLOURS[1], "s", "worse"),
-    "mixed": (_COLOURS[3], "D", "mixed: mean against ranks"),
+    "better": (COLOURS[0], "o", "better"),
+    "worse": (COLOURS[1], "s", "worse"),
+    "mixed": (COLOURS[3], "D", "mixed: mean against ranks"),
     "not significant": ("#8A8A8A", "o", "not significant"),
 }
 _INK, _SOFT, _LINE = "#222222", "#555555", "#BBBBBB"
@@ -192,7 +182,7 @@ def trajectory_plot(
     """
     if not trajectories:
         raise ValueError("trajectories: got none; at least one is needed")
-    many = scenario.n_tenants > len(_COLOURS)
+    many = scenario.n_tenants > len(COLOURS)
     row_in = 1.35 if len(trajectories) <= 4 else 1.1
     top_in, bottom_in = 0.85 + 0.17 * (not many and scenario.n_tenants > 4), 0.45
     height_in = top_in + bottom_in + row_in * len(trajectories)
@@ -241,7 +231,7 @@ def trajectory_plot(
         figure.legend(
             [
                 Line2D([], [], color=colour, linewidth=2)
-                for colour, _ in zip(_COLOURS, slo_s, strict=False)
+                for colour, _ in zip(COLOURS, slo_s, strict=False)
             ],
             [
                 f"{_short(name, 16)} (SLO {limit_s:g} s)"
@@ -273,9 +263,9 @@ def learning_curve_plot(curve: Sequence[tuple[int, float, float, float]]) -> Fig
     ax = figure.add_axes((0.105, 0.16, 0.87, 0.78))
     _style(ax)
     timesteps, mean, low, high = np.array(curve, float).T
-    ax.fill_between(timesteps, low, high, color=_COLOURS[0], alpha=0.2, linewidth=0)
+    ax.fill_between(timesteps, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
     marker = "o" if len(curve) < 40 else ""
-    ax.plot(timesteps, mean, color=_COLOURS[0], linewidth=1.6, marker=marker, markersize=3)
+    ax.plot(timesteps, mean, color=COLOURS[0], linewidth=1.6, marker=marker, markersize=3)
     ax.set_xlabel("training timesteps", fontsize=10, color=_INK)
     ax.set_ylabel("return of an episode", fontsize=10, color=_INK)
     ax.xaxis.set_major_formatter("{x:,.0f}")
@@ -427,13 +417,13 @@ def _lines(
         known = np.where(np.isnan(values).all(axis=1, keepdims=True), -1.0, values)
         low, middle, high = np.nanpercentile(known, [0, 50, 100], axis=1)
         shown = middle >= 0
-        colour = _COLOURS[1] if dashed else _COLOURS[0]
+        colour = COLOURS[1] if dashed else COLOURS[0]
         ax.fill_between(time_s, low, high, where=shown, color=colour, alpha=0.2, linewidth=0)
         ax.plot(time_s[shown], middle[shown], color=colour, linewidth=1, **style)
         return
     # where lines coincide, the wider ones below stay visible
     widths = np.linspace(1.8, 0.9, values.shape[1])
-    for series, colour, width in zip(values.T, _COLOURS, widths, strict=False):
+    for series, colour, width in zip(values.T, COLOURS, widths, strict=False):
         ax.plot(time_s, series, color=colour, linewidth=width, **style)
 
 

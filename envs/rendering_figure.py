@@ -26,7 +26,7 @@ _MAX_LINES = 8  # more tenants than this are shown as heat maps
 _MAX_BINS = 500  # points of a line are thinned out from twice as many on
 # Okabe and Ito's colours, safe for colour-blind readers, with grey for their yellow, which
 # cannot be read on white.
-_TENANT_COLOURS = (
+COLOURS = (
     "#0072B2",
     "#D55E00",
     "#009E73",
@@ -225,7 +225,7 @@ class _LinePanel(_Panel):
         names: list[str] | tuple[str, ...],
         steps: bool = False,
         ratio: bool = False,
-        colours: tuple[str, ...] = _TENANT_COLOURS,
+        colours: tuple[str, ...] = COLOURS,
     ) -> None:
         from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
