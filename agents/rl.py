@@ -12,7 +12,7 @@ import numpy.typing as npt
 import yaml
 
 from vllm_tenant_tuning.scenario import Scenario
-from vllm_tenant_tuning.spaces import CLUSTER_FEATURES, TENANT_FEATURES, ActionDecoder
+from vllm_tenant_tuning.spaces import CLUSTER_FEATURES, ActionDecoder, tenant_features
 
 if TYPE_CHECKING:
     from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
@@ -116,7 +116,7 @@ class ModelPolicy:
                 scenario's.
         """
         self._decoder = ActionDecoder(scenario)
-        n_observed = len(TENANT_FEATURES) * scenario.n_tenants + len(CLUSTER_FEATURES)
+        n_observed = len(tenant_features(scenario)) * scenario.n_tenants + len(CLUSTER_FEATURES)
         seen, chosen = self._model.observation_space, self._model.action_space
         if seen.shape != (n_observed,) or chosen != self._decoder.space:
             raise ValueError(

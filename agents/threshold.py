@@ -75,7 +75,7 @@ class WindowP99Policy:
     def reset(self, scenario: Scenario, seed: int) -> None:
         """Read the size of the pool."""
         self._scenario = scenario
-        self._max_num_seqs = scenario.engine.max_num_seqs
+        self._max_num_seqs = scenario.max_num_seqs
 
     def act(
         self, observation: npt.NDArray[np.float32], info: dict[str, Any]

@@ -298,7 +298,7 @@ def _record(
             "weighted_drops": float((weights * last["dropped_total"]).sum()),
             "failed": float(last["failed_total"].sum()),
             **_percentiles(latency_s),
-            "cost": float(mean_in_flight.sum()) / scenario.engine.max_num_seqs,
+            "cost": float(mean_in_flight.sum()) / scenario.max_num_seqs,
             "cap_changes": cap_changes,
             "jain_fairness": _jain(last["completed_total"], last["arrived_total"]),
             "wall_s": wall_s,

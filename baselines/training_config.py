@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_tenant_tuning.agents.rl import ALGORITHMS
-from vllm_tenant_tuning.scenario import explain_error
+from vllm_tenant_tuning.schema import explain_error
 
 _M = TypeVar("_M", bound=BaseModel)
 

@@ -130,7 +130,7 @@ def episode_text(scenario: Scenario, telemetry: Telemetry) -> str:
         )
     lines += [
         f"cluster: running {_number(cluster['num_requests_running'], 5)} of "
-        f"{scenario.engine.max_num_seqs}, waiting {_number(cluster['num_requests_waiting'], 5)}, "
+        f"{scenario.max_num_seqs}, waiting {_number(cluster['num_requests_waiting'], 5)}, "
         f"KV {_number(100 * cluster['kv_cache_usage'], 3)} %, "
         f"GPU memory {_number(100 * cluster['gpu_memory_utilization'], 3)} %, "
         f"p99 {_number(cluster['latency_p99_s'], 7, 2)} s, "

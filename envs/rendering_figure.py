@@ -153,7 +153,7 @@ class EpisodeFigure:
         self._status = (
             f"t = {cluster['time_s']:.10g} of {self._scenario.control.episode_s:.10g} s     "
             f"running {cluster['num_requests_running']:.0f} of "
-            f"{self._scenario.engine.max_num_seqs}     "
+            f"{self._scenario.max_num_seqs}     "
             f"KV cache {100 * cluster['kv_cache_usage']:.0f} %"
         )
 

@@ -1,12 +1,13 @@
 """The reward of one control interval, term by term.
 
     reward = w_throughput * completed / offered
-             - w_slo  * sum_i slo_weight_i * clip(p99_i / slo_i - 1, 0, slo_clip)
+             - w_slo  * sum_i slo_weight_i * clip(max(p99_i / slo_i) - 1, 0, slo_clip)
              - w_drop * sum_i drop_weight_i * (dropped_i + failed_i) / offered_i
              - w_cost * mean_running / max_num_seqs
 
 `offered` is what all tenants offer on average in an interval, in requests or output tokens as
-`completed` is; `offered_i` is tenant i's, in requests; p99_i is that of the sliding window.
+`completed` is; `offered_i` is tenant i's, in requests; p99_i is that of the sliding window, of
+latency, time to the first token and inter-token latency, wherever the tenant has an SLO on it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,16 @@ class RewardFunction:
             work = offered * workload.mean_output_tokens
         self._in_tokens = weights.throughput_unit == "output_tokens"
         self._throughput_scale = weights.w_throughput / (work.sum() or 1.0)
-        self._slo_s = np.array([tenant.slo_latency_p99_s for tenant in scenario.tenants])
+        self._slo_s = np.array(
+            [
+                (
+                    tenant.slo_latency_p99_s,
+                    tenant.slo_ttft_p99_s or np.inf,
+                    tenant.slo_itl_p99_s or np.inf,
+                )
+                for tenant in scenario.tenants
+            ]
+        )
         self._slo_scale = weights.w_slo * np.array(
             [tenant.slo_weight for tenant in scenario.tenants]
         )
@@ -51,7 +61,7 @@ class RewardFunction:
             * np.array([tenant.drop_weight for tenant in scenario.tenants])
             / np.where(offered > 0, offered, 1.0)
         )
-        self._cost_scale = weights.w_cost / scenario.engine.max_num_seqs
+        self._cost_scale = weights.w_cost / scenario.max_num_seqs
 
     def __call__(
         self,
@@ -104,8 +114,16 @@ def _reward(
         for t in range(tenants.shape[1]):
             seen = tenants[c, t]
             throughput += seen.output_tokens if in_tokens else seen.completed
-            violation = seen.latency_p99_s / slo_s[t] - 1.0
-            if violation > 0.0:  # false for NaN: nothing has completed yet
+            # A reading that is not available is NaN, and the comparisons false.
+            ratio = 0.0
+            if seen.latency_p99_s / slo_s[t, 0] > ratio:
+                ratio = seen.latency_p99_s / slo_s[t, 0]
+            if seen.ttft_p99_s / slo_s[t, 1] > ratio:
+                ratio = seen.ttft_p99_s / slo_s[t, 1]
+            if seen.itl_p99_s / slo_s[t, 2] > ratio:
+                ratio = seen.itl_p99_s / slo_s[t, 2]
+            violation = ratio - 1.0
+            if violation > 0.0:
                 slo += slo_scale[t] * min(violation, slo_clip)
             drop += drop_scale[t] * (seen.dropped + seen.failed)
         terms[c, 0] = throughput_scale * throughput

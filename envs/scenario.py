@@ -11,18 +11,25 @@ import math
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
+
+from vllm_tenant_tuning.engine import ContinuousBatchingEngine, Engine, SlotsEngine
+from vllm_tenant_tuning.schema import (
+    Model,
+    NonNegativeSeconds,
+    PositiveSeconds,
+    Tokens,
+    explain_error,
+)
 
 MAX_TENANTS = 64
+MAX_ENGINE_EPISODE_S = 1e6
 
-PositiveSeconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
-NonNegativeSeconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 RatePerSecond = Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)]
 PositiveRatePerSecond = Annotated[float, Field(gt=0, le=1e5, allow_inf_nan=False)]
-Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
 Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Cap = Annotated[int, Field(ge=0, le=4096)]
 
@@ -31,21 +38,17 @@ class ScenarioError(ValueError):
     """A scenario that cannot be used: a missing file, broken YAML or a value out of bounds."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
-
-
 # --- arrivals -----------------------------------------------------------------------------
 
 
-class PoissonArrivals(_Model):
+class PoissonArrivals(Model):
     """A Poisson process of constant rate."""
 
     process: Literal["poisson"]
     rate_per_s: RatePerSecond
 
 
-class GammaArrivals(_Model):
+class GammaArrivals(Model):
     """A renewal process with Gamma inter-arrival times; `cv` is their coefficient of variation.
 
     `cv` = 1 is Poisson; above 1 arrivals clump, below 1 they are more regular.
@@ -56,7 +59,7 @@ class GammaArrivals(_Model):
     cv: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)]
 
 
-class PeriodicBurstArrivals(_Model):
+class PeriodicBurstArrivals(Model):
     """Poisson arrivals at `on_rate_per_s` for `on_s` of every `period_s`, else `off_rate_per_s`.
 
     A burst starts at `phase_s` and every `period_s` before and after it.
@@ -76,7 +79,7 @@ class PeriodicBurstArrivals(_Model):
         return self
 
 
-class RandomBurstArrivals(_Model):
+class RandomBurstArrivals(Model):
     """Poisson arrivals whose rate switches on and off after exponential sojourns.
 
     The two-state Markov-modulated Poisson process; it starts in its stationary distribution.
@@ -89,7 +92,7 @@ class RandomBurstArrivals(_Model):
     mean_off_s: PositiveSeconds
 
 
-class PiecewiseArrivals(_Model):
+class PiecewiseArrivals(Model):
     """Poisson arrivals with rates constant over consecutive segments, repeated for ever.
 
     `rates_per_s[i]` holds for `durations_s[i]`: a diurnal day is 24 of them.
@@ -109,7 +112,7 @@ class PiecewiseArrivals(_Model):
         return self
 
 
-class TraceArrivals(_Model):
+class TraceArrivals(Model):
     """Arrivals replayed from a public trace file.
 
     The window `[window_start_s, window_start_s + window_s)` of the trace is kept, each request of
@@ -144,14 +147,14 @@ Arrivals = Annotated[
 # --- token lengths and service demand -----------------------------------------------------
 
 
-class FixedTokens(_Model):
+class FixedTokens(Model):
     """Every request has the same number of tokens."""
 
     distribution: Literal["fixed"]
     tokens: Tokens
 
 
-class LognormalTokens(_Model):
+class LognormalTokens(Model):
     """Lognormal lengths of the given median, rounded and clipped to `[min_tokens, max_tokens]`.
 
     `sigma` is the standard deviation of the logarithm.
@@ -172,7 +175,7 @@ class LognormalTokens(_Model):
         return self
 
 
-class QuantileTokens(_Model):
+class QuantileTokens(Model):
     """Lengths drawn from an empirical quantile function, linear between its points."""
 
     distribution: Literal["quantiles"]
@@ -199,7 +202,7 @@ class QuantileTokens(_Model):
         return self
 
 
-class TraceTokens(_Model):
+class TraceTokens(Model):
     """Lengths taken from the tenant's own trace, request by request."""
 
     distribution: Literal["trace"]
@@ -211,21 +214,21 @@ TokenLengths = Annotated[
 ]
 
 
-class ExponentialService(_Model):
+class ExponentialService(Model):
     """Service demand Exp(`mean_s`), independent of the tokens: the study's."""
 
     model: Literal["exponential"]
     mean_s: PositiveSeconds
 
 
-class FixedService(_Model):
+class FixedService(Model):
     """Every request demands the same service."""
 
     model: Literal["fixed"]
     service_s: PositiveSeconds
 
 
-class TokenService(_Model):
+class TokenService(Model):
     """Service demand linear in the tokens.
 
     `first_token_s + per_prompt_token_s * prompt + per_output_token_s * output`.
@@ -243,12 +246,17 @@ Service = Annotated[ExponentialService | FixedService | TokenService, Field(disc
 # --- tenants ------------------------------------------------------------------------------
 
 
-class Tenant(_Model):
+class Tenant(Model):
     """One tenant: what it sends, what it was promised and what it weighs.
 
     `patience_s`: a request that waited longer at the gate is dropped (none: waits for ever).
     `queue_limit`: a request that finds this many waiting is dropped (none: no limit).
+    `service`: the demand that the slots fidelity serves; the engine fidelity serves the tokens.
     `slo_latency_p99_s`: the promised 99th percentile of the latency, gate to last token.
+    `slo_ttft_p99_s`, `slo_itl_p99_s`: of the time to the first token, from arrival at the gate,
+    and of the inter-token latency (engine fidelity). A completed request is good when it meets
+    all of them, its mean inter-token latency being held against `slo_itl_p99_s`.
+    `priority`: lower goes first under the engine's priority scheduling.
     `slo_weight` and `drop_weight`: what a violation and a drop weigh in the reward.
     """
 
@@ -256,9 +264,12 @@ class Tenant(_Model):
     arrivals: Arrivals
     prompt_tokens: TokenLengths
     output_tokens: TokenLengths
-    service: Service
+    service: Service | None = None
     cap_initial: Cap
     slo_latency_p99_s: PositiveSeconds
+    slo_ttft_p99_s: PositiveSeconds | None = None
+    slo_itl_p99_s: PositiveSeconds | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     patience_s: NonNegativeSeconds | None = None
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     slo_weight: Weight = 1.0
@@ -276,44 +287,10 @@ class Tenant(_Model):
         return self
 
 
-# --- engine -------------------------------------------------------------------------------
-
-
-class KneeSegment(_Model):
-    """For `duration_s` the engine runs up to `knee` sequences at full speed."""
-
-    duration_s: PositiveSeconds
-    knee: Annotated[float, Field(gt=0, le=4096)]
-
-
-class Knee(_Model):
-    """A capacity knee that moves: beyond it every running sequence slows down.
-
-    With n running the speed is `1 / (1 + slowdown * max(0, n - knee))`; the segments repeat.
-    """
-
-    slowdown: Annotated[float, Field(ge=0, le=100)]
-    segments: Annotated[tuple[KneeSegment, ...], Field(min_length=1, max_length=10_000)]
-
-
-class SlotsEngine(_Model):
-    """The study's queue: `max_num_seqs` slots, one request each, on a clock of `tick_s`.
-
-    `inter_token_latency_s` is the time between two tokens at full speed; telemetry reports it
-    stretched by the slowdown beyond the knee.
-    """
-
-    fidelity: Literal["slots"]
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)]
-    tick_s: Annotated[float, Field(ge=0.001, le=60)] = 0.5
-    inter_token_latency_s: PositiveSeconds = 0.025
-    knee: Knee | None = None
-
-
 # --- control and reward -------------------------------------------------------------------
 
 
-class Control(_Model):
+class Control(Model):
     """The control loop: its clock, the bounds of the caps and of one change.
 
     `window_s` is the sliding window of the latency percentiles; `total_cap` bounds the sum of
@@ -347,7 +324,7 @@ class Control(_Model):
         return self
 
 
-class Reward(_Model):
+class Reward(Model):
     """Weights of the reward's terms (see `vllm_tenant_tuning.reward`).
 
     `throughput_unit`: what counts as completed work, requests or output tokens.
@@ -362,7 +339,7 @@ class Reward(_Model):
     throughput_unit: Literal["requests", "output_tokens"] = "requests"
 
 
-class Scenario(_Model):
+class Scenario(Model):
     """A task, complete: everything but the seed and the backend.
 
     Raises:
@@ -374,7 +351,7 @@ class Scenario(_Model):
     question: Annotated[str, Field(min_length=1, max_length=200)]
     description: str = ""
     tenants: Annotated[tuple[Tenant, ...], Field(min_length=1, max_length=MAX_TENANTS)]
-    engine: SlotsEngine
+    engine: Engine
     control: Control
     reward: Reward = Reward()
 
@@ -392,6 +369,13 @@ class Scenario(_Model):
     def caps_initial(self) -> tuple[int, ...]:
         """Caps at the start of an episode, in the order of the tenants."""
         return tuple(tenant.cap_initial for tenant in self.tenants)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that the engine runs at once."""
+        if isinstance(self.engine, SlotsEngine):
+            return self.engine.max_num_seqs
+        return self.engine.scheduler.max_num_seqs
 
     @property
     def total_cap(self) -> int:
@@ -432,14 +416,43 @@ class Scenario(_Model):
                 f"({self.control.cap_min}) for each of {self.n_tenants} tenants"
             )
         self.check_caps(self.caps_initial)
-        tick_s = self.engine.tick_s
+        if isinstance(self.engine, SlotsEngine):
+            self._fits_slots(self.engine)
+        else:
+            self._fits_engine(self.engine)
+        return self
+
+    def _fits_slots(self, engine: SlotsEngine) -> None:
         for field in ("control_interval_s", "window_s"):
-            if not _divides(tick_s, getattr(self.control, field)):
+            if not _divides(engine.tick_s, getattr(self.control, field)):
                 raise ValueError(
                     f"control.{field} ({getattr(self.control, field)}) must be a whole multiple "
-                    f"of engine.tick_s ({tick_s})"
+                    f"of engine.tick_s ({engine.tick_s})"
                 )
-        return self
+        for index, tenant in enumerate(self.tenants):
+            if tenant.service is None:
+                raise ValueError(
+                    f"tenants.{index}.service is missing: the slots fidelity needs a demand"
+                )
+            for field in ("slo_ttft_p99_s", "slo_itl_p99_s"):
+                if getattr(tenant, field) is not None:
+                    raise ValueError(
+                        f"tenants.{index}.{field}: the slots fidelity has no tokens; it is "
+                        "accepted with engine.fidelity 'engine'"
+                    )
+
+    def _fits_engine(self, engine: ContinuousBatchingEngine) -> None:
+        control = self.control
+        if not _divides(control.control_interval_s, control.window_s):
+            raise ValueError(
+                f"control.window_s ({control.window_s}) must be a whole multiple of "
+                f"control.control_interval_s ({control.control_interval_s})"
+            )
+        if control.episode_s > MAX_ENGINE_EPISODE_S:
+            raise ValueError(
+                f"control.episode_s ({control.episode_s}): the engine fidelity accepts at most "
+                f"{MAX_ENGINE_EPISODE_S:g} (its clock counts picoseconds)"
+            )
 
 
 def _divides(part: float, whole: float) -> bool:
@@ -516,17 +529,3 @@ def parse_scenario(content: object, label: str = "scenario") -> Scenario:
     except ValidationError as error:
         lines = [explain_error(item) for item in error.errors(include_url=False)]
         raise ScenarioError(f"scenario {label}: " + "; ".join(lines)) from error
-
-
-def explain_error(item: Any) -> str:
-    """One pydantic error as `path: got VALUE; what is accepted`."""
-    path = ".".join(str(part) for part in item["loc"]) or "scenario"
-    if item["type"] == "extra_forbidden":
-        return f"{path}: unknown key"
-    if item["type"] == "missing":
-        return f"{path}: missing, a value is required"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    value = item["input"]
-    if isinstance(value, dict | list | tuple) or item["type"] == "value_error":
-        return f"{path}: {message}"
-    return f"{path}: got {value!r}; {message}"

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
+from vllm_tenant_tuning.backends.sim.step_time import step_time_ms
+from vllm_tenant_tuning.engine import Engine, SlotsEngine
 from vllm_tenant_tuning.scenario import Scenario
 from vllm_tenant_tuning.telemetry import CLUSTER_DTYPE, TENANT_DTYPE
 from vllm_tenant_tuning.workload import Workload
@@ -37,11 +39,18 @@ TENANT_FEATURES = (
     Feature("latency_p95", "latency_p95_s", "slo_latency_p99_s", 10),
     Feature("latency_p99", "latency_p99_s", "slo_latency_p99_s", 10),
     Feature("window_completions", "window_completions", "offered_in_window", 10),
-    Feature("itl_p50", "itl_p50_s", "inter_token_latency_s", 10),
-    Feature("itl_p95", "itl_p95_s", "inter_token_latency_s", 10),
-    Feature("itl_p99", "itl_p99_s", "inter_token_latency_s", 10),
+    Feature("itl_p50", "itl_p50_s", "itl_s", 10),
+    Feature("itl_p95", "itl_p95_s", "itl_s", 10),
+    Feature("itl_p99", "itl_p99_s", "itl_s", 10),
 )
 """Per tenant, in this order."""
+
+TTFT_FEATURES = (
+    Feature("ttft_p50", "ttft_p50_s", "ttft_s", 10),
+    Feature("ttft_p95", "ttft_p95_s", "ttft_s", 10),
+    Feature("ttft_p99", "ttft_p99_s", "ttft_s", 10),
+)
+"""After these for each tenant, where the engine has tokens (fidelity "engine")."""
 
 CLUSTER_FEATURES = (
     Feature("gpu_memory_utilization", "gpu_memory_utilization", "one", 1),
@@ -53,13 +62,21 @@ CLUSTER_FEATURES = (
 """After the tenants', in this order."""
 
 
+def tenant_features(scenario: Scenario) -> tuple[Feature, ...]:
+    """The features of each tenant of a scenario, in order."""
+    if isinstance(scenario.engine, SlotsEngine):
+        return TENANT_FEATURES
+    return TENANT_FEATURES + TTFT_FEATURES
+
+
 class ObservationLayout:
     """What stands where in an observation, and how telemetry becomes one.
 
     An entry is `clip(reading / reference, 0, high)`; a reading that is not available is 0.
-    References: `cap_max`, `max_num_seqs`, the tenant's SLO, the engine's inter-token latency
-    at full speed, and the requests that a tenant offers on average in a control interval or in
-    the sliding window.
+    References: `cap_max`, `max_num_seqs`, the tenant's SLOs, and the requests that a tenant
+    offers on average in a control interval or in the sliding window. Without an SLO on them,
+    inter-token latencies are held against that of one sequence alone, times to the first token
+    against the SLO of the latency.
 
     Args:
         scenario: the task.
@@ -67,17 +84,17 @@ class ObservationLayout:
 
     Attributes:
         names: (D,) names of the entries, `TENANT.FEATURE` and `cluster.FEATURE`.
-        space: Box of shape (D,), float32, with D = 12 * n_tenants + 5.
+        space: Box of shape (D,), float32, with D = 12 * n_tenants + 5 (fidelity "engine":
+            15 * n_tenants + 5).
     """
 
     def __init__(self, scenario: Scenario, workload: Workload) -> None:
         control, engine = scenario.control, scenario.engine
+        per_tenant = tenant_features(scenario)
         self.names = [
-            f"{tenant}.{feature.name}"
-            for tenant in scenario.tenant_names
-            for feature in TENANT_FEATURES
+            f"{tenant}.{feature.name}" for tenant in scenario.tenant_names for feature in per_tenant
         ] + [f"cluster.{feature.name}" for feature in CLUSTER_FEATURES]
-        high = [feature.high for _ in scenario.tenants for feature in TENANT_FEATURES]
+        high = [feature.high for _ in scenario.tenants for feature in per_tenant]
         high += [feature.high for feature in CLUSTER_FEATURES]
         self._high = np.array(high, np.float32)
         self.space = spaces.Box(np.zeros_like(self._high), self._high, dtype=np.float32)
@@ -85,26 +102,28 @@ class ObservationLayout:
         shared = {
             "one": 1.0,
             "cap_max": float(control.cap_max),
-            "max_num_seqs": float(engine.max_num_seqs),
-            "inter_token_latency_s": engine.inter_token_latency_s,
+            "max_num_seqs": float(scenario.max_num_seqs),
         }
+        alone_s = _itl_alone_s(engine)
         offered = [rate if rate > 0 else 1.0 for rate in workload.offered_rate_per_s]
-        per_tenant = [
+        references = [
             shared
             | {
                 "slo_latency_p99_s": tenant.slo_latency_p99_s,
+                "ttft_s": tenant.slo_ttft_p99_s or tenant.slo_latency_p99_s,
+                "itl_s": tenant.slo_itl_p99_s or alone_s,
                 "offered_in_interval": rate * control.control_interval_s,
                 "offered_in_window": rate * control.window_s,
             }
             for tenant, rate in zip(scenario.tenants, offered, strict=True)
         ]
         self._tenant_references = np.array(
-            [[known[feature.reference] for feature in TENANT_FEATURES] for known in per_tenant]
+            [[known[feature.reference] for feature in per_tenant] for known in references]
         )
         self._cluster_references = np.array(
             [shared[feature.reference] for feature in CLUSTER_FEATURES]
         )
-        self._tenant_columns = _columns(TENANT_FEATURES, TENANT_DTYPE)
+        self._tenant_columns = _columns(per_tenant, TENANT_DTYPE)
         self._cluster_columns = _columns(CLUSTER_FEATURES, CLUSTER_DTYPE)
 
     def encode(
@@ -235,6 +254,13 @@ class ActionDecoder:
             got = array.shape[1:] if shape[0] == 1 and array.ndim > 0 else array.shape
             raise ActionError(f"action: got shape {got}; accepted are {expected}")
         return array.astype(np.int64)
+
+
+def _itl_alone_s(engine: Engine) -> float:
+    """Time between two tokens of one sequence alone, at the start of its context."""
+    if isinstance(engine, SlotsEngine):
+        return engine.inter_token_latency_s
+    return float(step_time_ms(engine.profile.step_time, 0, 1, 0, 0)) / 1000
 
 
 def _columns(features: tuple[Feature, ...], dtype: np.dtype[np.void]) -> npt.NDArray[np.int64]:

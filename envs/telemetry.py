@@ -34,7 +34,7 @@ TENANT_DTYPE = np.dtype(
         ("latency_p50_s", "f8"),  # arrival at the gate to the last token
         ("latency_p95_s", "f8"),
         ("latency_p99_s", "f8"),
-        ("ttft_p50_s", "f8"),  # arrival at the gate to the first token
+        ("ttft_p50_s", "f8"),  # arrival at the gate to the first token, of those in the window
         ("ttft_p95_s", "f8"),
         ("ttft_p99_s", "f8"),
         ("itl_p50_s", "f8"),  # between two tokens
@@ -56,7 +56,11 @@ CLUSTER_DTYPE = np.dtype(
         ("num_requests_waiting", "f8"),  # inside the engine, not at the gate
         ("kv_cache_usage", "f8"),  # 0 to 1; in slots fidelity the share of slots in use
         ("gpu_memory_utilization", "f8"),  # 0 to 1
-        ("preemptions", "f8"),  # during the interval
+        # during the interval
+        ("preemptions", "f8"),
+        ("prompt_tokens", "f8"),  # of the requests whose prefill completed
+        ("generation_tokens", "f8"),  # emitted
+        ("energy_j", "f8"),  # that the GPU drew
         ("mean_running", "f8"),  # time average over the interval
         ("window_completions", "f8"),  # of all tenants, in the sliding window
         ("latency_p50_s", "f8"),  # over all tenants' completions of the window

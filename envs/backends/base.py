@@ -36,17 +36,22 @@ class RequestOutcomes:
         arrival_s: (R,) float64, when the gate saw the request (a simulator with a clock
             stamps arrivals on its ticks).
         admitted_s: (R,) float64, when it was sent; NaN before.
+        scheduled_s: (R,) float64, when the engine first scheduled it; NaN before, or where the
+            backend cannot tell.
         first_token_s: (R,) float64, when its first token came; NaN before, or where the
             backend has no tokens.
         finished_s: (R,) float64, when it completed, was dropped or failed; NaN before.
+        preemptions: (R,) int64, how often the engine took its KV cache away.
     """
 
     tenant: npt.NDArray[np.int64]
     outcome: npt.NDArray[np.int8]
     arrival_s: npt.NDArray[np.float64]
     admitted_s: npt.NDArray[np.float64]
+    scheduled_s: npt.NDArray[np.float64]
     first_token_s: npt.NDArray[np.float64]
     finished_s: npt.NDArray[np.float64]
+    preemptions: npt.NDArray[np.int64]
 
     @property
     def latency_s(self) -> npt.NDArray[np.float64]:
@@ -104,7 +109,10 @@ def make_backend(name: str, scenario: Scenario, n_clusters: int = 1, **options: 
         ValueError: an unknown name.
     """
     if name == "sim":
+        from vllm_tenant_tuning.backends.sim.engine import EngineBackend
         from vllm_tenant_tuning.backends.sim.slots import SlotsBackend
 
-        return SlotsBackend(scenario, n_clusters, **options)
+        if scenario.engine.fidelity == "slots":
+            return SlotsBackend(scenario, n_clusters, **options)
+        return EngineBackend(scenario, n_clusters, **options)
     raise ValueError(f"backend: got {name!r}; accepted are {', '.join(BACKENDS)}")

@@ -21,7 +21,7 @@ class RequestStream:
         prompt_tokens: (R,) int64, at least 1.
         output_tokens: (R,) int64, at least 1.
         service_s: (R,) float64, service demand in seconds at full speed (the slots fidelity
-            uses it in place of the tokens), above 0.
+            uses it in place of the tokens), above 0; NaN where the tenant states none.
     """
 
     offsets: npt.NDArray[np.int64]

@@ -146,10 +146,12 @@ class _TenantSampler:
 
 
 def _service_s(
-    service: Service, rng: np.random.Generator, prompt: IntArray, output: IntArray
+    service: Service | None, rng: np.random.Generator, prompt: IntArray, output: IntArray
 ) -> FloatArray:
-    """(n,) service demands in seconds, above 0."""
+    """(n,) service demands in seconds, above 0; NaN where the tenant states none."""
     match service:
+        case None:
+            return np.full(prompt.size, np.nan)
         case ExponentialService():
             demand_s = rng.standard_exponential(prompt.size) * service.mean_s
             # An exponential variate can be 0, once in 2**53 draws.
@@ -164,8 +166,10 @@ def _service_s(
             )
 
 
-def _mean_service_s(service: Service, prompt_tokens: float, output_tokens: float) -> float:
+def _mean_service_s(service: Service | None, prompt_tokens: float, output_tokens: float) -> float:
     match service:
+        case None:
+            return float("nan")
         case ExponentialService():
             return service.mean_s
         case FixedService():

@@ -7,25 +7,21 @@ in a tick, and in which order, is written in `slots_kernel.py`.
 
 from __future__ import annotations
 
-import itertools
-import os
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import numpy.typing as npt
 
 from vllm_tenant_tuning.backends.base import Outcome, RequestOutcomes
 from vllm_tenant_tuning.backends.sim import slots_kernel as kernel
+from vllm_tenant_tuning.backends.sim.clusters import SimulatedClusters, unavailable
+from vllm_tenant_tuning.engine import SlotsEngine
 from vllm_tenant_tuning.scenario import Scenario
 from vllm_tenant_tuning.telemetry import CLUSTER_DTYPE, TENANT_DTYPE
 from vllm_tenant_tuning.workload import RequestStream
 
 NEVER_TICKS = np.iinfo(np.int32).max
-MIN_CLUSTERS_PER_THREAD = 32
-"""Below this many clusters a thread costs more than it saves."""
 
 
-class SlotsBackend:
+class SlotsBackend(SimulatedClusters):
     """`n_clusters` independent clusters of the slots fidelity (a `Backend`).
 
     Args:
@@ -41,13 +37,10 @@ class SlotsBackend:
     def __init__(
         self, scenario: Scenario, n_clusters: int = 1, n_threads: int | None = None
     ) -> None:
-        if n_clusters < 1:
-            raise ValueError(f"n_clusters: got {n_clusters}; at least 1 is accepted")
-        if n_threads is not None and n_threads < 1:
-            raise ValueError(f"n_threads: got {n_threads}; at least 1 is accepted")
-        self.n_clusters = n_clusters
-        n_tenants = scenario.n_tenants
+        super().__init__(scenario, n_clusters, n_threads)
         engine, control = scenario.engine, scenario.control
+        assert isinstance(engine, SlotsEngine)
+        n_tenants = scenario.n_tenants
         self._tick_s = engine.tick_s
         window_ticks = round(control.window_s / engine.tick_s)
 
@@ -72,8 +65,6 @@ class SlotsBackend:
             row["slo_ticks"] = self._whole_ticks(tenant.slo_latency_p99_s)
 
         shape = (n_clusters, n_tenants)
-        self.telemetry_tenants = np.zeros(shape, TENANT_DTYPE)
-        self.telemetry_cluster = np.zeros(n_clusters, CLUSTER_DTYPE)
         self._cluster_state = np.zeros(n_clusters, kernel.CLUSTER_STATE)
         self._tenant_state = np.zeros(shape, kernel.TENANT_STATE)
         self._running = np.zeros((n_clusters, engine.max_num_seqs), kernel.RUNNING)
@@ -81,9 +72,6 @@ class SlotsBackend:
         self._requests = np.zeros((n_clusters, 0), kernel.REQUEST)
         self._logs = np.zeros((n_clusters, 0), kernel.LOG)
         self._allocate_requests(0)
-
-        self._chunks = self._split(n_threads or os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(len(self._chunks)) if len(self._chunks) > 1 else None
 
     def reset(self, cluster: int, stream: RequestStream, caps: npt.NDArray[np.int64]) -> None:
         """Start an episode on one cluster, empty, and observe it at time 0."""
@@ -107,22 +95,6 @@ class SlotsBackend:
         self.telemetry_cluster[cluster] = _START_CLUSTER
         kernel.start(cluster, *self._arrays)
 
-    def advance(self, caps: npt.NDArray[np.int64], active: npt.NDArray[np.bool_]) -> None:
-        """Run one control interval under the given caps (see `Backend.advance`)."""
-        if self._pool is None:
-            self._advance(0, self.n_clusters, caps, active)
-            return
-        jobs = [
-            self._pool.submit(self._advance, first, last, caps, active)
-            for first, last in self._chunks
-        ]
-        for job in jobs:
-            job.result()
-
-    def faults(self) -> dict[int, str]:
-        """A simulation has no faults: always empty."""
-        return {}
-
     def outcomes(self, cluster: int) -> RequestOutcomes:
         """What has become of every request of the cluster's episode so far."""
         n_requests = self._tenant_state[cluster]["n_requests"]
@@ -133,14 +105,11 @@ class SlotsBackend:
             outcome=requests["outcome"].astype(np.int8),
             arrival_s=requests["arrival_tick"] * self._tick_s,
             admitted_s=self._seconds(requests["admitted_tick"]),
+            scheduled_s=np.full(n, np.nan),
             first_token_s=np.full(n, np.nan),
             finished_s=self._seconds(requests["finished_tick"]),
+            preemptions=np.zeros(n, np.int64),
         )
-
-    def close(self) -> None:
-        """Stop the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
 
     def _advance(
         self, first: int, last: int, caps: npt.NDArray[np.int64], active: npt.NDArray[np.bool_]
@@ -169,11 +138,6 @@ class SlotsBackend:
             self.telemetry_cluster,
         )
 
-    def _split(self, n_threads: int) -> list[tuple[int, int]]:
-        n_chunks = max(1, min(n_threads, self.n_clusters // MIN_CLUSTERS_PER_THREAD))
-        bounds = np.linspace(0, self.n_clusters, n_chunks + 1).astype(int).tolist()
-        return list(itertools.pairwise(bounds))
-
     def _whole_ticks(self, duration_s: float | None) -> int:
         if duration_s is None:
             return int(NEVER_TICKS)
@@ -183,13 +147,7 @@ class SlotsBackend:
         return np.where(ticks < 0, np.nan, ticks * self._tick_s)
 
 
-def _unavailable(dtype: np.dtype[np.void], *prefixes: str) -> npt.NDArray[np.void]:
-    start = np.zeros((), dtype)
-    for name in dtype.names or ():
-        if name.startswith(prefixes):
-            start[name] = np.nan
-    return start
-
-
-_START_TENANT = _unavailable(TENANT_DTYPE, "latency_", "ttft_", "itl_")
-_START_CLUSTER = _unavailable(CLUSTER_DTYPE, "latency_", "gpu_memory_")
+_START_TENANT = unavailable(TENANT_DTYPE, "latency_", "ttft_", "itl_")
+_START_CLUSTER = unavailable(
+    CLUSTER_DTYPE, "latency_", "gpu_memory_", "prompt_", "generation_", "energy_"
+)

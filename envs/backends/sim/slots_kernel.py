@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import numba as nb
 import numpy as np
 
+from vllm_tenant_tuning.backends.sim.quantiles import rank, sort
+
 # Outcome, repeated as plain integers because compiled code knows no enums of another module.
 QUEUED, IN_FLIGHT, COMPLETED, DROPPED = 1, 2, 3, 4
 
@@ -349,27 +351,6 @@ def _drop(c: int, world: Any) -> None:
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
-def _sort(values: Any) -> None:
-    """Sort in place: by insertion where few, as windows mostly are (a library call costs more)."""
-    if values.shape[0] > 32:
-        values.sort()
-        return
-    for i in range(1, values.shape[0]):
-        value = values[i]
-        j = i
-        while j > 0 and values[j - 1] > value:
-            values[j] = values[j - 1]
-            j -= 1
-        values[j] = value
-
-
-@nb.njit(nogil=True, cache=True, inline="always")
-def _rank(share: float, n: int) -> int:
-    """Index of a quantile among n sorted values, as the study takes it."""
-    return min(int(share * n), n - 1)
-
-
-@nb.njit(nogil=True, cache=True, inline="always")
 def _observe(c: int, world: Any, scratch: Any, scratch_itl: Any) -> None:
     engine = world.engine
     state = world.cluster_state[c]
@@ -393,10 +374,10 @@ def _observe(c: int, world: Any, scratch: Any, scratch_itl: Any) -> None:
             window = scratch[n_all : n_all + n]
             for i in range(n):
                 window[i] = world.logs[c, base + head + i].done_latency
-            _sort(window)
-            seen.latency_p50_s = window[_rank(0.50, n)] * engine.tick_s
-            seen.latency_p95_s = window[_rank(0.95, n)] * engine.tick_s
-            seen.latency_p99_s = window[_rank(0.99, n)] * engine.tick_s
+            sort(window)
+            seen.latency_p50_s = window[rank(0.50, n)] * engine.tick_s
+            seen.latency_p95_s = window[rank(0.95, n)] * engine.tick_s
+            seen.latency_p99_s = window[rank(0.99, n)] * engine.tick_s
             n_all += n
         if engine.knee_period_s > 0.0:
             n_itl = 0
@@ -407,10 +388,10 @@ def _observe(c: int, world: Any, scratch: Any, scratch_itl: Any) -> None:
                     n_itl += 1
             if n_itl > 0:
                 itl = scratch_itl[:n_itl]
-                _sort(itl)
-                seen.itl_p50_s = itl[_rank(0.50, n_itl)]
-                seen.itl_p95_s = itl[_rank(0.95, n_itl)]
-                seen.itl_p99_s = itl[_rank(0.99, n_itl)]
+                sort(itl)
+                seen.itl_p50_s = itl[rank(0.50, n_itl)]
+                seen.itl_p95_s = itl[rank(0.95, n_itl)]
+                seen.itl_p99_s = itl[rank(0.99, n_itl)]
         elif seen.mean_in_flight > 0.0:
             seen.itl_p50_s = engine.inter_token_latency_s
             seen.itl_p95_s = engine.inter_token_latency_s
@@ -422,7 +403,7 @@ def _observe(c: int, world: Any, scratch: Any, scratch_itl: Any) -> None:
     cluster.window_completions = n_all
     if n_all > 0:
         everyone = scratch[:n_all]
-        _sort(everyone)
-        cluster.latency_p50_s = everyone[_rank(0.50, n_all)] * engine.tick_s
-        cluster.latency_p95_s = everyone[_rank(0.95, n_all)] * engine.tick_s
-        cluster.latency_p99_s = everyone[_rank(0.99, n_all)] * engine.tick_s
+        sort(everyone)
+        cluster.latency_p50_s = everyone[rank(0.50, n_all)] * engine.tick_s
+        cluster.latency_p95_s = everyone[rank(0.95, n_all)] * engine.tick_s
+        cluster.latency_p99_s = everyone[rank(0.99, n_all)] * engine.tick_s

@@ -1,0 +1,164 @@
+"""Engine profiles: what a model on a GPU costs in time and memory under vLLM.
+
+A profile is a YAML file, written by `vllm-tenant-tuning calibrate` or by hand; the packaged
+ones are in `configs/engines`. Scenarios of the engine fidelity name one.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from vllm_tenant_tuning.schema import Model, NonNegativeSeconds, Tokens, explain_error
+
+Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Watts = Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ProfileError(ValueError):
+    """An engine profile that cannot be used: a missing file, broken YAML, a wrong value."""
+
+
+class StepTimeCoefficients(Model):
+    """Coefficients of the time of one engine step (the law is in `backends.sim.step_time`).
+
+    `base_ms` (c0) is what every step costs, `weights_ms` (w) reading the weights once,
+    `dense_ms_per_token` (g) the matrix products of a token, `sequence_ms` (c1) the host's work
+    for a decoding sequence, `kv_read_ms_per_token` (c2) reading a token of context,
+    `prefill_attention_ms_per_pair` (c3) the attention of a prompt token to a token before it.
+    """
+
+    base_ms: Milliseconds
+    weights_ms: Milliseconds
+    dense_ms_per_token: Milliseconds
+    sequence_ms: Milliseconds
+    kv_read_ms_per_token: Milliseconds
+    prefill_attention_ms_per_pair: Milliseconds
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> StepTimeCoefficients:
+        if self.base_ms + self.weights_ms + self.dense_ms_per_token < 1e-3:
+            raise ValueError(
+                "base_ms, weights_ms and dense_ms_per_token give a step of under a microsecond"
+            )
+        return self
+
+
+class KVCache(Model):
+    """The KV cache: `num_gpu_blocks` blocks of `block_size` tokens (vLLM's own terms)."""
+
+    num_gpu_blocks: Annotated[int, Field(ge=1, le=100_000_000)]
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+
+
+class Scheduler(Model):
+    """Limits of vLLM's scheduler, under its argument names."""
+
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)]
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000)]
+    max_model_len: Tokens
+
+
+class Frontend(Model):
+    """What the API server adds before the scheduler sees a request.
+
+    One request after another takes `request_s` of it; then `delay_s` passes.
+    """
+
+    request_s: NonNegativeSeconds = 0.0
+    delay_s: NonNegativeSeconds = 0.0
+
+
+class Fit(Model):
+    """How well the step times are met: relative errors over the fitted points."""
+
+    points: Annotated[int, Field(ge=1)]
+    mean_relative_error: Annotated[float, Field(ge=0)]
+    p95_relative_error: Annotated[float, Field(ge=0)]
+
+
+class Power(Model):
+    """The GPU's draw while no step runs and while one does, and where the figures come from."""
+
+    idle_w: Watts
+    busy_w: Watts
+    source: str
+
+
+class EngineProfile(Model):
+    """One model on one GPU under vLLM, complete.
+
+    Raises:
+        pydantic.ValidationError: a value out of bounds or an unknown key (`load_profile` turns
+            it into a `ProfileError` of one message).
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")]
+    description: str = ""
+    model: str
+    gpu: str
+    source: str
+    step_time: StepTimeCoefficients
+    kv_cache: KVCache
+    scheduler: Scheduler
+    frontend: Frontend = Frontend()
+    fit: Fit | None = None
+    power: Power | None = None
+    gpu_memory_utilization: Share = 0.92
+
+
+def profile_names() -> list[str]:
+    """Names of the packaged engine profiles, sorted."""
+    folder = resources.files("vllm_tenant_tuning.configs") / "engines"
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".yaml")
+    )
+
+
+def load_profile(source: str | Path) -> EngineProfile:
+    """Read an engine profile.
+
+    Args:
+        source: the name of a packaged profile, or the path of a YAML file.
+
+    Raises:
+        ProfileError: no such profile or file, YAML that cannot be read, or values that are not
+            accepted; each is named with its path, the value and what is accepted.
+    """
+    if str(source) in profile_names():
+        path = resources.files("vllm_tenant_tuning.configs") / "engines" / f"{source}.yaml"
+        text = path.read_text(encoding="utf-8")
+    else:
+        file = Path(source)
+        if not file.is_file():
+            raise ProfileError(
+                f"engine profile: '{source}' is neither a packaged one "
+                f"({', '.join(profile_names())}) nor a file"
+            )
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ProfileError(f"engine profile {file}: cannot be read: {error}") from error
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ProfileError(
+            f"engine profile {source}: not YAML: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ProfileError(
+            f"engine profile {source}: got {type(content).__name__}, expected a mapping of the "
+            f"keys {', '.join(EngineProfile.model_fields)}"
+        )
+    try:
+        return EngineProfile.model_validate(content)
+    except ValidationError as error:
+        lines = [explain_error(item) for item in error.errors(include_url=False)]
+        raise ProfileError(f"engine profile {source}: " + "; ".join(lines)) from error
