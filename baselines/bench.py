@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from vllm_tenant_tuning.baselines.bench_engine import run_engine_bench
 from vllm_tenant_tuning.vector import VLLMTenantTuningVectorEnv
 
 REPEATS = 5
@@ -34,8 +35,8 @@ def run_bench(scenario: str = "study", num_envs: int = 1024) -> dict[str, Any]:
         `cartpole` and `vllm_tenant_tuning`, each with `scalar_steps_per_s` and
         `vector_steps_per_s`; `scalar_ratio` and `vector_ratio` (ours over CartPole's);
         `ppo` with `timesteps_per_s` and `environment_share`, the share of training time that
-        the environment takes (None without the extra `train`); `cpu_count`, `num_envs` and
-        versions.
+        the environment takes (None without the extra `train`); `engine`, see
+        `run_engine_bench`; `cpu_count`, `num_envs` and versions.
     """
     scalar: dict[str, Callable[[], float]] = {
         "cartpole": _scalar("CartPole-v1"),
@@ -56,6 +57,7 @@ def run_bench(scenario: str = "study", num_envs: int = 1024) -> dict[str, Any]:
         result[f"{kind}_ratio"] = best["vllm_tenant_tuning"] / best["cartpole"]
     return result | {
         "ppo": _ppo(scenario),
+        "engine": run_engine_bench(),
         "scenario": scenario,
         "num_envs": num_envs,
         "cpu_count": os.cpu_count(),

@@ -25,6 +25,7 @@ from vllm_tenant_tuning.baselines.records import (
     completed_keys,
     read_records,
 )
+from vllm_tenant_tuning.baselines.token_measures import latency_measures, token_measures
 from vllm_tenant_tuning.reward import REWARD_TERMS
 from vllm_tenant_tuning.scenario import Scenario, load_scenario
 from vllm_tenant_tuning.telemetry import Telemetry
@@ -221,7 +222,7 @@ def play(
         policy.name,
         seed,
         tenants,
-        float(seen[-1].cluster["time_s"]),
+        np.stack([telemetry.cluster for telemetry in seen]),
         inner.outcomes(),
         total,
         terms,
@@ -255,7 +256,7 @@ def _record(
     label: str,
     seed: int,
     tenants: npt.NDArray[np.void],
-    episode_s: float,
+    cluster: npt.NDArray[np.void],
     outcomes: RequestOutcomes,
     total: float,
     terms: dict[str, float],
@@ -264,6 +265,7 @@ def _record(
     wall_s: float,
 ) -> EpisodeRecord:
     last = tenants[-1]
+    episode_s = float(cluster["time_s"][-1])
     good = tenants["good"].sum(axis=0)
     mean_in_flight = tenants["mean_in_flight"].mean(axis=0)
     latency_s = outcomes.latency_s
@@ -277,6 +279,7 @@ def _record(
             "dropped": float(last["dropped_total"][i]),
             "failed": float(last["failed_total"][i]),
             **_percentiles(latency_s[outcomes.tenant == i]),
+            **latency_measures(outcomes, outcomes.tenant == i),
             "mean_cap": float(tenants["cap"][:, i].mean()),
             "mean_in_flight": float(mean_in_flight[i]),
         }
@@ -302,6 +305,7 @@ def _record(
             "cap_changes": cap_changes,
             "jain_fairness": _jain(last["completed_total"], last["arrived_total"]),
             "wall_s": wall_s,
+            **token_measures(scenario, cluster, outcomes, episode_s, float(good.sum())),
             "tenants": by_tenant,
         }
     )

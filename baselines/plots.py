@@ -20,14 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from vllm_tenant_tuning.baselines.statistics import (
-    METRICS,
-    TESTED,
-    Difference,
-    Metric,
-    Summary,
-    Verdict,
-)
+from vllm_tenant_tuning.baselines.metrics import METRICS, TESTED, Metric
+from vllm_tenant_tuning.baselines.statistics import Difference, Summary, Verdict
 from vllm_tenant_tuning.rendering_figure import COLOURS
 from vllm_tenant_tuning.scenario import Scenario
 

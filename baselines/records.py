@@ -45,6 +45,8 @@ class TenantRecord(BaseModel):
     latency_p99_s: float | None
     mean_cap: float
     mean_in_flight: float
+    ttft_p99_s: float | None = None
+    tpot_p99_s: float | None = None
 
 
 class EpisodeRecord(BaseModel):
@@ -71,6 +73,13 @@ class EpisodeRecord(BaseModel):
         cap_changes: how often a cap changed.
         jain_fairness: Jain's index of the tenants' completed shares, 1 where they are even.
         wall_s: how long playing took.
+        ttft_p50_s, ttft_p99_s: arrival at the gate to the first token, over all first tokens.
+        tpot_p50_s, tpot_p99_s: mean inter-token latency of a request, over all completions.
+        preemptions: of running requests. generation_tokens_per_s: emitted.
+        energy_j: that the GPU drew, where the profile knows its power.
+        usd_per_1000_good, usd_per_million_tokens: the GPU's price over the episode, for requests
+            that met their SLOs and for tokens emitted, where the scenario assumes a price.
+            All of these are None where the engine has no tokens.
         tenants: the same per tenant.
     """
 
@@ -98,6 +107,15 @@ class EpisodeRecord(BaseModel):
     cap_changes: int
     jain_fairness: float
     wall_s: float
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    tpot_p50_s: float | None = None
+    tpot_p99_s: float | None = None
+    preemptions: float | None = None
+    generation_tokens_per_s: float | None = None
+    energy_j: float | None = None
+    usd_per_1000_good: float | None = None
+    usd_per_million_tokens: float | None = None
     tenants: dict[str, TenantRecord]
 
     @property

@@ -16,11 +16,10 @@ from rich.table import Table
 
 from vllm_tenant_tuning.baselines import plots
 from vllm_tenant_tuning.baselines.evaluate import Trajectory
+from vllm_tenant_tuning.baselines.metrics import METRICS, TESTED
 from vllm_tenant_tuning.baselines.records import EpisodeRecord
 from vllm_tenant_tuning.baselines.statistics import (
-    METRICS,
     SIGNIFICANCE,
-    TESTED,
     Difference,
     Estimate,
     Summary,
@@ -80,7 +79,7 @@ def write_report(
     content = summary.to_dict() | {
         "scenario": scenario.name,
         "seeds": sorted({record.seed for record in records}),
-        "metrics": [asdict(metric) for metric in METRICS],
+        "metrics": [asdict(metric) for metric in summary.metrics],
         "caveats": caveats,
     }
     (out_dir / "summary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -95,8 +94,8 @@ def write_report(
         title=title,
         scenario=scenario,
         summary=summary,
-        metrics=METRICS,
-        header=_header(),
+        metrics=summary.metrics,
+        header=_header(summary),
         rows=_rows(summary),
         tenant_columns=TENANT_COLUMNS,
         tenant_rows=_tenant_rows(records, summary, scenario),
@@ -114,7 +113,8 @@ def write_report(
 
 def markdown_table(summary: Summary) -> str:
     """The results as a Markdown table."""
-    lines = [_header(), ["---"] * len(_header()), *_rows(summary)]
+    header = _header(summary)
+    lines = [header, ["---"] * len(header), *_rows(summary)]
     table = "\n".join("| " + " | ".join(map(_markdown, line)) + " |" for line in lines)
     return f"{table}\n\n{_markdown(_legend(summary))}\n"
 
@@ -135,8 +135,8 @@ def rich_table(summary: Summary) -> Table:
     return table
 
 
-def _header() -> list[str]:
-    return ["policy", *(metric.title for metric in METRICS)]
+def _header(summary: Summary) -> list[str]:
+    return ["policy", *(metric.title for metric in summary.metrics)]
 
 
 def _rows(summary: Summary) -> list[list[str]]:
@@ -148,7 +148,7 @@ def _rows(summary: Summary) -> list[list[str]]:
                     summary.estimate(policy, metric.field),
                     summary.difference(policy, metric.field),
                 )
-                for metric in METRICS
+                for metric in summary.metrics
             ),
         ]
         for policy in summary.policies

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
+from vllm_tenant_tuning.baselines.metrics import METRICS, TESTED, TOKEN_METRICS, Metric
 from vllm_tenant_tuning.baselines.records import EpisodeRecord
 
 CONFIDENCE = 0.95
@@ -30,65 +31,6 @@ TRIMMED = 0.25
 Verdict = Literal["better", "worse", "mixed", "not significant"]
 FloatArray = npt.NDArray[np.float64]
 Interval = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A number of an episode's record.
-
-    Attributes:
-        field: its name in `EpisodeRecord`.
-        title: how tables call it, unit included.
-        better: which way is better.
-        meaning: its definition, in a sentence.
-    """
-
-    field: str
-    title: str
-    better: Literal["higher", "lower"]
-    meaning: str
-
-
-METRICS = (
-    Metric("return_", "return", "higher", "Sum of the rewards of an episode."),
-    Metric(
-        "goodput_rps",
-        "goodput, req/s",
-        "higher",
-        "Requests completed within their tenant's latency SLO, per second.",
-    ),
-    Metric("throughput_rps", "throughput, req/s", "higher", "Requests completed, per second."),
-    Metric(
-        "drops",
-        "drops, requests",
-        "lower",
-        "Requests dropped at the gate in an episode: their patience was over, or the bounded "
-        "queue was full.",
-    ),
-    Metric(
-        "weighted_drops",
-        "weighted drops",
-        "lower",
-        "Drops, each times its tenant's drop weight.",
-    ),
-    Metric(
-        "latency_p99_s",
-        "p99 latency, s",
-        "lower",
-        "99th percentile over all completions of an episode (numpy.percentile), from the arrival "
-        "at the gate to the last token.",
-    ),
-    Metric(
-        "cost",
-        "held capacity",
-        "lower",
-        "Time average of the requests in flight over max_num_seqs.",
-    ),
-)
-"""What tables show, in order."""
-
-TESTED = ("return_", "goodput_rps", "weighted_drops", "latency_p99_s")
-"""What is tested against the reference; Holm's correction runs over all of these."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +113,15 @@ class ParetoFront:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole comparison."""
+    """A whole comparison.
+
+    Attributes:
+        metrics: those that the records have, in the order of tables.
+    """
 
     policies: tuple[str, ...]
     reference: str
+    metrics: tuple[Metric, ...]
     estimates: tuple[Estimate, ...]
     differences: tuple[Difference, ...]
     pareto: ParetoFront | None
@@ -230,11 +177,17 @@ def summarize(records: Sequence[EpisodeRecord], reference: str) -> Summary:
         keys.add(record.key)
     if reference not in policies:
         raise ValueError(f"reference: got '{reference}'; accepted are {', '.join(policies)}")
+    shown = METRICS + tuple(
+        metric
+        for metric in TOKEN_METRICS
+        if any(getattr(record, metric.field) is not None for record in records)
+    )
     return Summary(
         policies=policies,
         reference=reference,
+        metrics=shown,
         estimates=tuple(
-            estimate(records, policy, metric.field) for policy in policies for metric in METRICS
+            estimate(records, policy, metric.field) for policy in policies for metric in shown
         ),
         differences=tuple(paired_differences(records, reference, TESTED)),
         pareto=pareto_front(records),
@@ -267,7 +220,7 @@ def paired_differences(
         reference: the label of one of their policies.
         metrics: fields of `EpisodeRecord`; each must be in `METRICS`.
     """
-    better = {metric.field: metric.better for metric in METRICS}
+    better = {metric.field: metric.better for metric in METRICS + TOKEN_METRICS}
     drafts: list[tuple[str, str, FloatArray, float | None]] = []
     for policy in _policies(records):
         if policy == reference:

@@ -32,6 +32,7 @@ class RequestOutcomes:
 
     Attributes:
         tenant: (R,) int64, whose request it is.
+        prompt_tokens, output_tokens: (R,) int64, what it asks for.
         outcome: (R,) int8, values of `Outcome`.
         arrival_s: (R,) float64, when the gate saw the request (a simulator with a clock
             stamps arrivals on its ticks).
@@ -45,6 +46,8 @@ class RequestOutcomes:
     """
 
     tenant: npt.NDArray[np.int64]
+    prompt_tokens: npt.NDArray[np.int64]
+    output_tokens: npt.NDArray[np.int64]
     outcome: npt.NDArray[np.int8]
     arrival_s: npt.NDArray[np.float64]
     admitted_s: npt.NDArray[np.float64]
@@ -57,6 +60,18 @@ class RequestOutcomes:
     def latency_s(self) -> npt.NDArray[np.float64]:
         """(R,) float64, arrival at the gate to the last token; NaN unless completed."""
         return np.where(self.outcome == Outcome.COMPLETED, self.finished_s - self.arrival_s, np.nan)
+
+    @property
+    def ttft_s(self) -> npt.NDArray[np.float64]:
+        """(R,) float64, arrival at the gate to the first token; NaN without one."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> npt.NDArray[np.float64]:
+        """(R,) float64, mean inter-token latency; NaN unless completed with two tokens or more."""
+        decoded = np.where(self.output_tokens > 1, self.output_tokens - 1.0, np.nan)
+        completed = self.outcome == Outcome.COMPLETED
+        return np.where(completed, (self.finished_s - self.first_token_s) / decoded, np.nan)
 
 
 class Backend(Protocol):

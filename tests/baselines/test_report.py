@@ -19,6 +19,7 @@ from rich.console import Console
 from synthetic import record
 
 from vllm_tenant_tuning import load_scenario
+from vllm_tenant_tuning.baselines.metrics import TESTED
 from vllm_tenant_tuning.baselines.plots import (
     difference_plot,
     learning_curve_plot,
@@ -27,7 +28,7 @@ from vllm_tenant_tuning.baselines.plots import (
 )
 from vllm_tenant_tuning.baselines.records import EpisodeRecord
 from vllm_tenant_tuning.baselines.report import rich_table, write_report
-from vllm_tenant_tuning.baselines.statistics import TESTED, Summary, summarize
+from vllm_tenant_tuning.baselines.statistics import Summary, summarize
 
 HOSTILE = "<script>document.title='owned'</script>|[bold]"
 POLICIES = ("old", "new", HOSTILE)

@@ -133,6 +133,8 @@ class EngineBackend(SimulatedClusters):
         requests = self._requests[cluster, :n]
         return RequestOutcomes(
             tenant=requests["tenant"].astype(np.int64),
+            prompt_tokens=requests["prompt"].astype(np.int64),
+            output_tokens=requests["output"].astype(np.int64),
             outcome=requests["outcome"].astype(np.int8),
             arrival_s=requests["arrival_ps"] / kernel.PS,
             admitted_s=_seconds(requests["sent_ps"]),

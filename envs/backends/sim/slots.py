@@ -102,6 +102,8 @@ class SlotsBackend(SimulatedClusters):
         requests = self._requests[cluster, :n]
         return RequestOutcomes(
             tenant=np.repeat(np.arange(n_requests.size), n_requests),
+            prompt_tokens=requests["prompt_tokens"].astype(np.int64),
+            output_tokens=requests["output_tokens"].astype(np.int64),
             outcome=requests["outcome"].astype(np.int8),
             arrival_s=requests["arrival_tick"] * self._tick_s,
             admitted_s=self._seconds(requests["admitted_tick"]),
