@@ -42,8 +42,9 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
 
     ## Observation Space
 
-    `Box` of shape (12 * n_tenants + 5,), float32, each entry `clip(reading / reference, 0, high)`;
-    a reading that is not available is 0. `env.unwrapped.observation_names` names the entries.
+    `Box` of shape (12 * n_tenants + 5,), or (15 * n_tenants + 5,) where the engine has tokens
+    (fidelity "engine"), float32, each entry `clip(reading / reference, 0, high)`; a reading that
+    is not available is 0. `env.unwrapped.observation_names` names the entries.
     For each tenant, in order:
 
     | Feature            | Reading                                             | Reference                     | High |
@@ -57,9 +58,12 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
     | latency_p95        | the same, 95th percentile                           | slo_latency_p99_s             | 10   |
     | latency_p99        | the same, 99th percentile                           | slo_latency_p99_s             | 10   |
     | window_completions | completions in the sliding window                   | offered in a window           | 10   |
-    | itl_p50            | inter-token latency, median of the sliding window   | at full speed                 | 10   |
-    | itl_p95            | the same, 95th percentile                           | at full speed                 | 10   |
-    | itl_p99            | the same, 99th percentile                           | at full speed                 | 10   |
+    | itl_p50            | inter-token latency, median of the sliding window   | slo_itl_p99_s, or one alone   | 10   |
+    | itl_p95            | the same, 95th percentile                           | the same                      | 10   |
+    | itl_p99            | the same, 99th percentile                           | the same                      | 10   |
+    | ttft_p50 (tokens)  | gate to first token, median of the sliding window   | slo_ttft_p99_s, or slo_latency_p99_s | 10 |
+    | ttft_p95 (tokens)  | the same, 95th percentile                           | the same                      | 10   |
+    | ttft_p99 (tokens)  | the same, 99th percentile                           | the same                      | 10   |
 
     Then, for the cluster:
 
@@ -72,16 +76,18 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
     | preemptions            | in the interval                            | max_num_seqs | 10   |
 
     A window without completions keeps the last percentiles; `window_completions` says how much
-    to trust them. "Offered" is the mean over the whole episode.
+    to trust them. "Offered" is the mean over the whole episode; "one alone" the inter-token
+    latency of a sequence that has the engine for itself.
 
     ## Rewards
 
         w_throughput * completed / offered
-        - w_slo  * sum_i slo_weight_i * clip(p99_i / slo_i - 1, 0, slo_clip)
+        - w_slo  * sum_i slo_weight_i * clip(max(p99_i / slo_i) - 1, 0, slo_clip)
         - w_drop * sum_i drop_weight_i * (dropped_i + failed_i) / offered_i
         - w_cost * mean_running / max_num_seqs
 
-    for the interval, with the scenario's weights; each term, signed, is in
+    for the interval, with the scenario's weights; the largest ratio counts of latency and, where
+    the tenant has SLOs on them, of TTFT and inter-token latency. Each term, signed, is in
     `info["reward_terms"]`.
 
     ## Starting State
@@ -99,7 +105,8 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
 
     * `scenario`: the name of a packaged scenario ("study" by default), the path of a YAML file,
       or a `Scenario`.
-    * `backend`: "sim".
+    * `backend`: "sim"; the scenario's engine section chooses the fidelity, the study's slots or
+      vLLM's continuous batching at token level.
     * `render_mode`: None, "ansi", "rgb_array" or "human".
     * `trace_dir`: the folder of the trace files, for scenarios that replay traces (else the
       environment variable `VLLM_TENANT_TRACE_DIR`).

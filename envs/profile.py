@@ -67,10 +67,12 @@ class Scheduler(Model):
 class Frontend(Model):
     """What the API server adds before the scheduler sees a request.
 
-    One request after another takes `request_s` of it; then `delay_s` passes.
+    One request after another takes `request_s` of it and `prompt_token_s` for each token of its
+    prompt; then `delay_s` passes.
     """
 
     request_s: NonNegativeSeconds = 0.0
+    prompt_token_s: NonNegativeSeconds = 0.0
     delay_s: NonNegativeSeconds = 0.0
 
 

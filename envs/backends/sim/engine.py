@@ -54,6 +54,7 @@ class EngineBackend(SimulatedClusters):
         row["long_prefill_token_threshold"] = engine.long_prefill_token_threshold
         row["max_num_queued_reqs"] = engine.max_num_queued_reqs or kernel.NEVER
         row["request_ps"] = _picoseconds(profile.frontend.request_s)
+        row["prompt_token_ps"] = _picoseconds(profile.frontend.prompt_token_s)
         row["delay_ps"] = _picoseconds(profile.frontend.delay_s)
         row["idle_w"] = profile.power.idle_w if profile.power else np.nan
         row["busy_w"] = profile.power.busy_w if profile.power else np.nan

@@ -59,6 +59,7 @@ ENGINE_PARAMETERS = np.dtype(
         ("long_prefill_token_threshold", "i8"),
         ("max_num_queued_reqs", "i8"),
         ("request_ps", "i8"),
+        ("prompt_token_ps", "i8"),
         ("delay_ps", "i8"),
         ("prefill_pair_fs", "i8"),
         ("idle_w", "f8"),  # NaN: the profile knows no power
@@ -525,7 +526,9 @@ def _send(world: World, request: int, t: int, now_ps: int) -> None:
     tenant.in_flight_since_ps = now_ps
     tenant.in_flight += 1
     state.in_flight += 1
-    state.api_free_ps = max(state.api_free_ps, now_ps) + engine.request_ps
+    state.api_free_ps = (
+        max(state.api_free_ps, now_ps) + engine.request_ps + engine.prompt_token_ps * r.prompt
+    )
     r.ready_ps = state.api_free_ps + engine.delay_ps
     r.order = state.n_sent
     world.logs[state.n_sent].sent = request
