@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from vllm_tenant_tuning.scenario import load_scenario, scenario_names
+
+CALIBRATE_OPTIONS: Final[dict[str, tuple[str, type]]] = {
+    "--name": ("name", str),
+    "--description": ("description", str),
+    "--gpu": ("gpu", str),
+    "--num-gpu-blocks": ("kv_cache.num_gpu_blocks", int),
+    "--block-size": ("kv_cache.block_size", int),
+    "--max-num-seqs": ("scheduler.max_num_seqs", int),
+    "--max-num-batched-tokens": ("scheduler.max_num_batched_tokens", int),
+    "--max-model-len": ("scheduler.max_model_len", int),
+    "--request-s": ("frontend.request_s", float),
+    "--prompt-token-s": ("frontend.prompt_token_s", float),
+    "--delay-s": ("frontend.delay_s", float),
+    "--gpu-memory-utilization": ("gpu_memory_utilization", float),
+}
+"""What a grid of step times cannot give, by the field of the engine profile."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +105,29 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--scenario", default="study", metavar="NAME|FILE")
     bench.add_argument("--num-envs", type=int, default=1024, metavar="N")
     bench.add_argument("--json", metavar="FILE", help="write the result there too")
+    bench.add_argument(
+        "--scaling", metavar="FILE", help="measure how the engine's cost grows, and draw it there"
+    )
     bench.set_defaults(run=_bench)
+
+    calibrate = commands.add_parser(
+        "calibrate", help="fit an engine profile to measured step times"
+    )
+    calibrate.add_argument("--grid", required=True, metavar="FILE", help="measured step times")
+    calibrate.add_argument("--out", required=True, metavar="PROFILE", help="YAML file to write")
+    calibrate.add_argument("--model", metavar="NAME", help="which model of the grid")
+    calibrate.add_argument(
+        "--template", metavar="NAME|PROFILE", help="a profile for what no option gives"
+    )
+    calibrate.add_argument(
+        "--sequence-ms",
+        type=float,
+        metavar="MS",
+        help="a served engine's host time per decoding sequence, in place of the fitted one",
+    )
+    for option, (field, kind) in CALIBRATE_OPTIONS.items():
+        calibrate.add_argument(option, type=kind, metavar="X", help=f"the profile's {field}")
+    calibrate.set_defaults(run=_calibrate)
     return parser
 
 
@@ -168,6 +207,7 @@ def _study(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     from vllm_tenant_tuning.baselines.bench import PPO_ENVS, run_bench
+    from vllm_tenant_tuning.baselines.bench_engine import engine_scaling, plot_engine_scaling
 
     result = run_bench(options.scenario, options.num_envs)
     for name in ("cartpole", "vllm_tenant_tuning"):
@@ -183,8 +223,51 @@ def _bench(options: argparse.Namespace) -> int:
             f"PPO with {PPO_ENVS} environments: {result['ppo']['timesteps_per_s']:,.0f} "
             f"timesteps/s, the environment takes {result['ppo']['environment_share']:.1%}"
         )
+    engine, vector = result["engine"], result["engine"]["vector"]
+    print(
+        f"engine, {engine['profile']}, 1024/256 tokens, one core: "
+        f"{engine['real_time_ratio']:,.0f} times real time at 20 requests/s, "
+        f"{engine['real_time_ratio_5_per_s']:,.0f} at 5"
+    )
+    print(
+        f"{vector['scenario']}, {vector['num_envs']} environments: "
+        f"{vector['steps_per_s']:,.0f} steps/s, "
+        f"{vector['bytes_per_environment'] / 1e6:.1f} MB for each"
+    )
+    if options.scaling:
+        result["engine"]["scaling"] = engine_scaling()
+        plot_engine_scaling(result["engine"]["scaling"], options.scaling)
     _write_json(options.json, result)
     return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from vllm_tenant_tuning.baselines.calibrate import calibrate
+
+    given = {
+        name: value
+        for name, value in vars(options).items()
+        if value is not None and name not in ("command", "run")
+    }
+    words = [word for name, value in given.items() for word in (_option(name), str(value))]
+    calibrate(
+        options.grid,
+        Path(options.out),
+        model=options.model,
+        template=options.template,
+        sequence_ms=options.sequence_ms,
+        given={
+            CALIBRATE_OPTIONS[_option(name)][0]: value
+            for name, value in given.items()
+            if _option(name) in CALIBRATE_OPTIONS
+        },
+        command=shlex.join(["vllm-tenant-tuning", "calibrate", *words]),
+    )
+    return 0
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _write_json(path: str | None, content: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ def profile_of(step_time: StepTimeCoefficients) -> EngineProfile:
     return EngineProfile.model_validate(
         {
             "name": "rtx4090-8b",
-            "description": "An 8B model in bf16, by its 128 KiB of KV cache a token, on an RTX 4090",
+            "description": "An 8B model in bf16 (128 KiB of KV cache a token) on an RTX 4090",
             "model": "not named in the record",
             "gpu": "one NVIDIA RTX 4090 (24 GB)",
             "source": (

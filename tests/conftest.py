@@ -6,6 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The first example of a test may compile.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

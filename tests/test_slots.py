@@ -87,7 +87,7 @@ def test_equals_the_twin_event_by_event(block: int) -> None:
             raise AssertionError(f"case {seed}: {error}") from error
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_equals_the_twin_wherever_hypothesis_looks(case: Case) -> None:
     check_against_twin(case)
@@ -134,7 +134,7 @@ def check_gate(
                 assert full, "waits although it may be sent"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.booleans().flatmap(lambda knees: cases(knees=knees)))
 def test_requests_are_conserved_and_the_gate_keeps_its_promises(case: Case) -> None:
     backend = SlotsBackend(case.scenario, case.n_clusters, n_threads=1)
