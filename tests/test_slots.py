@@ -14,18 +14,16 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from twins.cases import (
-    Case,
+from twins.readings import Case, check_against_twin, seeded, step
+from twins.slots import SlotsTwin
+from twins.slots_cases import (
     advance,
     fingerprint,
     make_scenario,
     make_stream,
     play,
     random_case,
-    seeded,
-    step,
 )
-from twins.slots import SlotsTwin
 
 from vllm_tenant_tuning.backends.base import Outcome, RequestOutcomes
 from vllm_tenant_tuning.backends.sim.slots import SlotsBackend
@@ -42,47 +40,15 @@ def cases(draw: st.DrawFn, knees: bool = True) -> Case:
 # --- against the twin ---------------------------------------------------------------------
 
 
-def assert_same(ours: npt.NDArray[np.void], expected: dict[str, float], where: str) -> None:
-    names = ours.dtype.names or ()
-    for name, ours_value in zip(names, ours.tolist(), strict=True):
-        value = expected[name]
-        both_missing = math.isnan(value) and math.isnan(ours_value)
-        same = both_missing or math.isclose(ours_value, value, rel_tol=1e-12)
-        assert same, f"{where}: {name} is {ours_value}, the twin has {value}"
-
-
-def check_against_twin(case: Case) -> None:
-    backend = SlotsBackend(case.scenario, case.n_clusters, n_threads=1)
-    twins = [SlotsTwin(case.scenario) for _ in range(case.n_clusters)]
-    seen: list[dict[str, Any]] = [{} for _ in twins]
-    for number, event in enumerate(case.script):
-        step(backend, event)
-        if len(event) == 3:
-            cluster, stream, caps = event
-            seen[cluster] = twins[cluster].reset(stream, caps)
-        else:
-            for cluster, (caps, active) in enumerate(zip(*event, strict=True)):
-                if active:
-                    seen[cluster] = twins[cluster].advance(caps)
-        for cluster in range(case.n_clusters):
-            if not seen[cluster]:
-                continue
-            where = f"event {number}, cluster {cluster}"
-            for i, expected in enumerate(seen[cluster]["tenants"]):
-                assert_same(backend.telemetry_tenants[cluster, i], expected, f"{where}, t{i}")
-            assert_same(backend.telemetry_cluster[cluster], seen[cluster]["cluster"], where)
-            ours = backend.outcomes(cluster)
-            columns = (ours.outcome, ours.arrival_s, ours.admitted_s, ours.finished_s)
-            theirs = np.array(twins[cluster].outcomes(), dtype=float).reshape(-1, 4)
-            np.testing.assert_array_equal(np.column_stack(columns), theirs, err_msg=where)
-    backend.close()
+def check(case: Case) -> None:
+    check_against_twin(case, SlotsBackend(case.scenario, case.n_clusters, n_threads=1), SlotsTwin)
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_equals_the_twin_event_by_event(block: int) -> None:
     for seed in range(750 * block, 750 * (block + 1)):
         try:
-            check_against_twin(random_case(seeded(seed)))
+            check(random_case(seeded(seed)))
         except AssertionError as error:
             raise AssertionError(f"case {seed}: {error}") from error
 
@@ -90,7 +56,7 @@ def test_equals_the_twin_event_by_event(block: int) -> None:
 @settings(max_examples=150)
 @given(cases())
 def test_equals_the_twin_wherever_hypothesis_looks(case: Case) -> None:
-    check_against_twin(case)
+    check(case)
 
 
 # --- invariants ---------------------------------------------------------------------------
@@ -379,7 +345,7 @@ def test_threads_and_processes_do_not_change_a_bit() -> None:
     once = fingerprint(1)
     assert fingerprint(2) == once
     assert fingerprint(3) == once
-    code = "from twins.cases import fingerprint; print(fingerprint(2))"
+    code = "from twins.slots_cases import fingerprint; print(fingerprint(2))"
     folder = Path(__file__).parent
     other = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True

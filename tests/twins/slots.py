@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from twins.readings import NAN, named, percentiles
 from vllm_tenant_tuning.backends.base import Outcome
 from vllm_tenant_tuning.scenario import Scenario
 from vllm_tenant_tuning.workload import RequestStream
 
-NAN = float("nan")
 EPSILON = 1e-9
 """Far above the rounding of a sum of ticks, far below a tick: times this close are equal."""
 
@@ -67,6 +67,8 @@ class SlotsTwin:
     An observation is `{"tenants": [...], "cluster": {...}}`, dicts of the telemetry's fields.
     """
 
+    OUTCOME_FIELDS = ("outcome", "arrival_s", "admitted_s", "finished_s")
+
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.tick_s = scenario.engine.tick_s
@@ -107,8 +109,8 @@ class SlotsTwin:
             self._arrivals()
         return self._observe()
 
-    def outcomes(self) -> list[tuple[Outcome, float, float, float]]:
-        """(outcome, arrival_s, admitted_s, finished_s) of every request of the stream."""
+    def outcomes(self) -> list[tuple[float, ...]]:
+        """A row of `OUTCOME_FIELDS` for every request of the stream."""
 
         def seconds(tick: int | None) -> float:
             return NAN if tick is None else tick * self.tick_s
@@ -273,16 +275,3 @@ class SlotsTwin:
             "dropped_total": tenant.number(Outcome.DROPPED),
             "failed_total": 0,
         }
-
-
-def percentiles(values: list[float], kept: list[float]) -> list[float]:
-    """p50, p95 and p99 of the values, or the ones kept from before when there are none."""
-    if not values:
-        return kept
-    ordered, n = sorted(values), len(values)
-    return [ordered[min(int(q * n), n - 1)] for q in (0.50, 0.95, 0.99)]
-
-
-def named(reading: str, values: list[float]) -> dict[str, float]:
-    names = (f"{reading}_p50_s", f"{reading}_p95_s", f"{reading}_p99_s")
-    return dict(zip(names, values, strict=True))

@@ -93,6 +93,7 @@ CLUSTER_STATE = np.dtype(
         ("n_prefilling", "i8"),
         ("n_stalled", "i8"),  # decoding sequences that a step has left out since their last token
         ("n_waiting", "i8"),
+        ("untried", "i8"),  # whether any of WAITING came since the last step was scheduled
         ("kv_tokens", "i8"),  # computed tokens of the decoding sequences
         ("used_blocks", "i8"),
         ("next_order", "i8"),
@@ -553,6 +554,7 @@ def _take_ready(world: World, now_ps: int) -> None:
             world.requests[queue.waiting_tail].next = request
         queue.waiting_tail = request
         state.n_waiting += 1
+        state.untried = 1
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
@@ -600,6 +602,7 @@ def _schedule(world: World, now_ps: int) -> None:
     running = world.running
     state.running_sum_ps += state.n_running * (now_ps - state.running_since_ps)
     state.running_since_ps = now_ps
+    state.untried = 0
     while True:
         threshold = engine.max_num_batched_tokens
         if engine.long_prefill_token_threshold > 0 and state.n_running + state.n_waiting > 1:
@@ -766,6 +769,7 @@ def _schedule_by_sequence(
     state.n_prefilling = 0
     world.residues[:] = 0
     n_heap = 0
+    takes_place = budget < engine.max_num_batched_tokens
     slot = state.head
     while slot >= 0:
         entry = running[slot]
@@ -774,7 +778,7 @@ def _schedule_by_sequence(
             if chunk > 0:
                 n += 1
                 kv_tokens += entry.base + counter + 1
-            else:
+            elif takes_place:
                 # Left out: it stays where it is while the counter goes on.
                 entry.base -= 1
                 entry.finish += 1
@@ -1006,7 +1010,7 @@ def _jump(world: World, until_ps: int) -> None:
     n = state.n_decoding
     # the last of these leaves the step of the first completion in progress
     most = (world.heap[0].key >> 32) - state.counter - 1
-    if most <= 0:
+    if most <= 0 or state.untried != 0:
         return
     limit_ps = until_ps
     if state.n_waiting == 0 or engine.priority_scheduling != 0:

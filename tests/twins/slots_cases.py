@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from twins.readings import Case, Choose
 from vllm_tenant_tuning.backends.base import RequestOutcomes
 from vllm_tenant_tuning.backends.sim.slots import SlotsBackend
 from vllm_tenant_tuning.scenario import Scenario, parse_scenario
 from vllm_tenant_tuning.workload import RequestStream
-
-Choose = Callable[[Sequence[Any]], Any]
 
 
 def make_scenario(
@@ -85,16 +83,6 @@ def play(
 # --- random cases -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Case:
-    """A scenario and what to do with its clusters: `(cluster, stream, caps)` resets one,
-    `(caps, active)` advances all that are active."""
-
-    scenario: Scenario
-    n_clusters: int
-    script: list[tuple[Any, ...]]
-
-
 def random_case(choose: Choose, *, knees: bool = True) -> Case:
     """A small case; `choose` picks one of its options."""
     tick_s = choose((0.5, 0.25, 0.1, 1.0, 0.02, 0.3))
@@ -149,20 +137,6 @@ def random_case(choose: Choose, *, knees: bool = True) -> Case:
         knee=knee,
     )
     return Case(scenario, n_clusters, script)
-
-
-def seeded(seed: int) -> Choose:
-    rng = np.random.default_rng(seed)
-    return lambda options: options[int(rng.integers(len(options)))]
-
-
-def step(backend: SlotsBackend, event: tuple[Any, ...]) -> None:
-    if len(event) == 3:
-        cluster, stream, caps = event
-        backend.reset(cluster, stream, np.asarray(caps, dtype=np.int64))
-    else:
-        caps, active = event
-        backend.advance(np.asarray(caps, dtype=np.int64), np.asarray(active))
 
 
 def fingerprint(n_threads: int | None, n_clusters: int = 110, n_intervals: int = 40) -> str:
