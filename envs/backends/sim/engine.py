@@ -97,7 +97,7 @@ class EngineBackend(SimulatedClusters):
     @property
     def bytes_per_cluster(self) -> int:
         """Memory that a cluster takes, with room for the longest episode so far."""
-        return sum(array.nbytes for array in self._arrays) // self.n_clusters
+        return sum(int(array.nbytes) for array in self._arrays) // self.n_clusters
 
     def reset(self, cluster: int, stream: RequestStream, caps: npt.NDArray[np.int64]) -> None:
         """Start an episode on one cluster, empty, and observe it at time 0."""
@@ -126,7 +126,7 @@ class EngineBackend(SimulatedClusters):
         self.telemetry_tenants[cluster] = _START_TENANT
         self.telemetry_tenants[cluster]["cap"] = caps
         self.telemetry_cluster[cluster] = self._start_cluster
-        kernel.start(cluster, *self._arrays)
+        kernel.start(cluster, self._arrays)
 
     def outcomes(self, cluster: int) -> RequestOutcomes:
         """What has become of every request of the cluster's episode so far."""
@@ -148,7 +148,7 @@ class EngineBackend(SimulatedClusters):
     def _advance(
         self, first: int, last: int, caps: npt.NDArray[np.int64], active: npt.NDArray[np.bool_]
     ) -> None:
-        kernel.advance(first, last, active, caps, *self._arrays)
+        kernel.advance(first, last, active, caps, self._arrays)
 
     def _allocate_requests(self, capacity: int) -> None:
         """Make room for `capacity` requests in every cluster, keeping what is there."""
@@ -158,7 +158,7 @@ class EngineBackend(SimulatedClusters):
             grown = np.zeros((self.n_clusters, capacity), old.dtype)
             grown[:, :before] = old
             setattr(self, name, grown)
-        self._arrays = (
+        self._arrays = kernel.Arrays(
             *self._constants,
             self._cluster_state,
             self._tenant_state,
@@ -183,7 +183,7 @@ def itl_edges_ps() -> npt.NDArray[np.int64]:
 
 
 def _picoseconds(duration_s: float | None) -> int:
-    return int(kernel.NEVER) if duration_s is None else round(duration_s * kernel.PS)
+    return kernel.NEVER if duration_s is None else round(duration_s * kernel.PS)
 
 
 def _seconds(times_ps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

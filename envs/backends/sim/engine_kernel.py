@@ -23,13 +23,15 @@ a sequence holds `base` with `computed = base + counter`, the step it finishes a
 the residue of `base` that says when it needs a block. Steps in which the budget or the cache
 does not suffice for all that run take the slow way, one sequence after another.
 
-`tests/twins/engine.py` says the same step by step in plain Python.
+`tests/twins/engine.py` says the same step by step in plain Python. All is in one file because
+numba's cache notices changes in a compiled function's own file only.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numba as nb
 import numpy as np
@@ -39,7 +41,7 @@ from vllm_tenant_tuning.backends.sim.quantiles import rank, sort
 # Outcome, repeated as plain integers because compiled code knows no enums of another module.
 QUEUED, IN_FLIGHT, COMPLETED, DROPPED, FAILED = 1, 2, 3, 4, 5
 
-NEVER = np.int64(2**62)
+NEVER = 2**62
 PS = 1e12
 ITL_BINS = 640
 ITL_BINS_PER_OCTAVE = 32
@@ -185,149 +187,127 @@ FINISH = np.dtype([("key", "i8"), ("slot", "i8")])
 """An entry of the heap of completions; key: finish << 32 | order of admission."""
 
 
-class World(NamedTuple):
-    """One cluster with T tenants, R requests, S sequences, B tokens in a block, W intervals."""
+class Arrays(NamedTuple):
+    """C clusters with T tenants, R requests, S sequences, B tokens in a block, W intervals."""
 
-    engine: Any  # record of ENGINE_PARAMETERS
+    engine: Any  # (1,) of ENGINE_PARAMETERS
     dense_ps: Any
     sequence_ps: Any
     kv_ps: Any
     itl_edges_ps: Any
-    parameters: Any  # (T,)
-    state: Any  # record of CLUSTER_STATE
-    tenants: Any  # (T,) of TENANT_STATE
-    requests: Any  # (R,)
-    logs: Any  # (R,)
-    running: Any  # (S,)
-    prefilling: Any  # (S,) slots in the order of the running list
-    heap: Any  # (S,)
-    residues: Any  # (B,) decoding sequences by base % B
-    itl: Any  # (W, T, ITL_BINS) gaps of the last intervals
-    itl_window: Any  # (T, ITL_BINS) their sum
-    itl_range: Any  # (W, 2) bins in use
-    seen_tenants: Any  # (T,) of telemetry.TENANT_DTYPE
-    seen: Any  # record of telemetry.CLUSTER_DTYPE
+    parameters: Any  # (T,) of TENANT_PARAMETERS
+    state: Any  # (C,) of CLUSTER_STATE
+    tenants: Any  # (C, T) of TENANT_STATE
+    requests: Any  # (C, R) of REQUEST
+    logs: Any  # (C, R) of LOG
+    running: Any  # (C, S) of RUNNING
+    prefilling: Any  # (C, S) slots in the order of the running list
+    heap: Any  # (C, S) of FINISH
+    residues: Any  # (C, B) decoding sequences by base % B
+    itl: Any  # (C, W, T, ITL_BINS) gaps of the last intervals
+    itl_window: Any  # (C, T, ITL_BINS) their sum
+    itl_range: Any  # (C, W, 2) bins in use
+    seen_tenants: Any  # (C, T) of telemetry.TENANT_DTYPE
+    seen: Any  # (C,) of telemetry.CLUSTER_DTYPE
+
+
+class World(NamedTuple):
+    """One cluster of `Arrays`."""
+
+    engine: Any
+    dense_ps: Any
+    sequence_ps: Any
+    kv_ps: Any
+    itl_edges_ps: Any
+    parameters: Any
+    state: Any
+    tenants: Any
+    requests: Any
+    logs: Any
+    running: Any
+    prefilling: Any
+    heap: Any
+    residues: Any
+    itl: Any
+    itl_window: Any
+    itl_range: Any
+    seen_tenants: Any
+    seen: Any
+
+
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])
+
+
+def _outlined(function: Compiled) -> Compiled:
+    """Compile a function that is called, not inlined, without reference counting.
+
+    Nothing here allocates, and numba's counting of `World`'s arrays at every call takes more
+    than half of the time.
+    """
+    compiled: Compiled = nb.njit(nogil=True, cache=True, _nrt=False)(function)  # type: ignore[call-overload]
+    return compiled
+
+
+@nb.njit(nogil=True, cache=True, inline="always")
+def _world(arrays: Arrays, c: int) -> World:
+    return World(
+        arrays.engine[0],
+        arrays.dense_ps,
+        arrays.sequence_ps,
+        arrays.kv_ps,
+        arrays.itl_edges_ps,
+        arrays.parameters,
+        arrays.state[c],
+        arrays.tenants[c],
+        arrays.requests[c],
+        arrays.logs[c],
+        arrays.running[c],
+        arrays.prefilling[c],
+        arrays.heap[c],
+        arrays.residues[c],
+        arrays.itl[c],
+        arrays.itl_window[c],
+        arrays.itl_range[c],
+        arrays.seen_tenants[c],
+        arrays.seen[c],
+    )
 
 
 @nb.njit(nogil=True, cache=True)
-def start(
-    c: int,
-    parameters: Any,
-    dense_ps: Any,
-    sequence_ps: Any,
-    kv_ps: Any,
-    itl_edges_ps: Any,
-    tenant_parameters: Any,
-    cluster_state: Any,
-    tenant_state: Any,
-    requests: Any,
-    logs: Any,
-    running: Any,
-    prefilling: Any,
-    heap: Any,
-    residues: Any,
-    itl: Any,
-    itl_window: Any,
-    itl_range: Any,
-    seen_tenants: Any,
-    seen: Any,
-) -> None:
+def start(c: int, arrays: Arrays) -> None:
     """Begin an episode on cluster c: time 0, with what happens at that instant, is observed."""
-    state = cluster_state[c]
-    for slot in range(running.shape[1]):
-        running[c, slot].next = slot + 1
-    running[c, running.shape[1] - 1].next = -1
-    residues[c] = 0
-    itl[c] = 0
-    itl_window[c] = 0
-    for i in range(itl_range.shape[1]):
-        itl_range[c, i, 0] = ITL_BINS
-        itl_range[c, i, 1] = -1
+    world = _world(arrays, c)
+    state = world.state
+    n_slots = world.running.shape[0]
+    for slot in range(n_slots):
+        world.running[slot].next = slot + 1
+    world.running[n_slots - 1].next = -1
+    world.residues[:] = 0
+    world.itl[:] = 0
+    world.itl_window[:] = 0
+    for i in range(world.itl_range.shape[0]):
+        world.itl_range[i, 0] = ITL_BINS
+        world.itl_range[i, 1] = -1
     state.head = -1
     state.tail = -1
     state.next_expiry_ps = NEVER
-    for t in range(tenant_state.shape[1]):
-        tenant_state[c, t].queue_head = -1
-        tenant_state[c, t].queue_tail = -1
-        tenant_state[c, t].waiting_head = -1
-        tenant_state[c, t].waiting_tail = -1
-    world = World(
-        parameters[0],
-        dense_ps,
-        sequence_ps,
-        kv_ps,
-        itl_edges_ps,
-        tenant_parameters,
-        cluster_state[c],
-        tenant_state[c],
-        requests[c],
-        logs[c],
-        running[c],
-        prefilling[c],
-        heap[c],
-        residues[c],
-        itl[c],
-        itl_window[c],
-        itl_range[c],
-        seen_tenants[c],
-        seen[c],
-    )
+    for t in range(world.tenants.shape[0]):
+        world.tenants[t].queue_head = -1
+        world.tenants[t].queue_tail = -1
+        world.tenants[t].waiting_head = -1
+        world.tenants[t].waiting_tail = -1
     _run(world, state.time_ps)
-    _observe(world, np.empty(requests.shape[1], np.int64))
+    _observe(world, np.empty(arrays.requests.shape[1], np.int64))
 
 
 @nb.njit(nogil=True, cache=True)
-def advance(
-    first: int,
-    last: int,
-    active: Any,
-    caps: Any,
-    parameters: Any,
-    dense_ps: Any,
-    sequence_ps: Any,
-    kv_ps: Any,
-    itl_edges_ps: Any,
-    tenant_parameters: Any,
-    cluster_state: Any,
-    tenant_state: Any,
-    requests: Any,
-    logs: Any,
-    running: Any,
-    prefilling: Any,
-    heap: Any,
-    residues: Any,
-    itl: Any,
-    itl_window: Any,
-    itl_range: Any,
-    seen_tenants: Any,
-    seen: Any,
-) -> None:
+def advance(first: int, last: int, active: Any, caps: Any, arrays: Arrays) -> None:
     """Run one control interval on the active clusters of `[first, last)`."""
-    scratch = np.empty(requests.shape[1], np.int64)
+    scratch = np.empty(arrays.requests.shape[1], np.int64)
     for c in range(first, last):
         if not active[c]:
             continue
-        world = World(
-            parameters[0],
-            dense_ps,
-            sequence_ps,
-            kv_ps,
-            itl_edges_ps,
-            tenant_parameters,
-            cluster_state[c],
-            tenant_state[c],
-            requests[c],
-            logs[c],
-            running[c],
-            prefilling[c],
-            heap[c],
-            residues[c],
-            itl[c],
-            itl_window[c],
-            itl_range[c],
-            seen_tenants[c],
-            seen[c],
-        )
+        world = _world(arrays, c)
         state = world.state
         now_ps = state.time_ps
         _begin_interval(world)
@@ -369,7 +349,7 @@ def _begin_interval(world: World) -> None:
         seen.output_tokens = 0.0
 
 
-@nb.njit(nogil=True, cache=True, _nrt=False)
+@_outlined
 def _run(world: World, now_ps: int) -> None:
     """Go on from an instant up to the cluster's time."""
     state = world.state
@@ -413,7 +393,8 @@ def _next_arrival_ps(world: World) -> int:
     state = world.state
     if state.next_arrival >= state.n_requests:
         return NEVER
-    return world.requests[world.logs[state.next_arrival].arrival].arrival_ps
+    arrival_ps: int = world.requests[world.logs[state.next_arrival].arrival].arrival_ps
+    return arrival_ps
 
 
 # --- gate and API server ------------------------------------------------------------------
@@ -719,7 +700,7 @@ def _remove_running(world: World, slot: int) -> None:
     state.n_running -= 1
 
 
-@nb.njit(nogil=True, cache=True, _nrt=False)
+@_outlined
 def _schedule_by_sequence(
     world: World, threshold: int, now_ps: int
 ) -> tuple[int, int, int, int, int, int, bool]:
@@ -804,7 +785,7 @@ def _schedule_by_sequence(
 @nb.njit(nogil=True, cache=True, inline="always")
 def _lowest_priority(world: World) -> int:
     """The running sequence that goes first: highest priority value, then the latest arrival."""
-    slot = world.state.head
+    slot: int = world.state.head
     victim = slot
     while slot >= 0:
         entry, worst = world.running[slot], world.running[victim]
@@ -819,7 +800,7 @@ def _lowest_priority(world: World) -> int:
     return victim
 
 
-@nb.njit(nogil=True, cache=True, _nrt=False)
+@_outlined
 def _preempt(world: World, slot: int, now_ps: int) -> int:
     """Put a running sequence back into WAITING; returns the blocks that it frees."""
     engine = world.engine
@@ -979,7 +960,7 @@ def _complete(world: World, now_ps: int) -> None:
     _send_queued(world, t, now_ps)
 
 
-@nb.njit(nogil=True, cache=True, _nrt=False)
+@_outlined
 def _emit_by_sequence(world: World, now_ps: int) -> None:
     """The tokens of a step in which some sequences were left out or had been before."""
     state = world.state
@@ -1065,7 +1046,7 @@ def _steps_within(first_ps: int, growth_ps: int, within_ps: int, most: int) -> i
         return most
     # the root of a quadratic, in the form without cancellation; then exact in integers
     b = first_ps - 0.5 * growth_ps
-    j = np.int64(2.0 * within_ps / (b + math.sqrt(b * b + 2.0 * growth_ps * within_ps)))
+    j = int(2.0 * within_ps / (b + math.sqrt(b * b + 2.0 * growth_ps * within_ps)))
     while j > 0 and j * first_ps + growth_ps * (j * (j - 1) // 2) > within_ps:
         j -= 1
     while (j + 1) * first_ps + growth_ps * (j * (j + 1) // 2) <= within_ps:
@@ -1073,7 +1054,7 @@ def _steps_within(first_ps: int, growth_ps: int, within_ps: int, most: int) -> i
     return j
 
 
-@nb.njit(nogil=True, cache=True, _nrt=False)
+@_outlined
 def _steps_with_blocks(world: World, most: int, free: int) -> tuple[int, int]:
     """The most steps, up to `most`, for which the blocks last, and the blocks that they take."""
     new_blocks = 0
@@ -1108,7 +1089,7 @@ def _use_bin(itl_range: Any, slot: int, b: int) -> None:
         itl_range[slot, 1] = b
 
 
-@nb.njit(nogil=True, cache=True, _nrt=False)
+@_outlined
 def _add_gap(world: World, t: int, gap_ps: int) -> None:
     slot = world.state.itl_slot
     b = _bin(world.itl_edges_ps, gap_ps)
@@ -1116,7 +1097,7 @@ def _add_gap(world: World, t: int, gap_ps: int) -> None:
     world.itl[slot, t, b] += 1
 
 
-@nb.njit(nogil=True, cache=True, _nrt=False)
+@_outlined
 def _add_gaps(
     state: Any,
     tenants: Any,
