@@ -11,14 +11,13 @@ read rightly:
 - Above 100 the client's connection pool held it at 100 in flight; a request's clock ran while it
   waited for a connection.
 - All runs sent the same prompts to one server with prefix caching on. Its log shows hit rates of
-  92 % (sharegpt) and 99.7 % (fixed), and of 0 % for mixed, whose prompts do not fit the cache
-  together: in fixed and sharegpt only the first run, c1 run1, computed its prompts. The engine
-  has no prefix cache, so a cached prompt is played as the tokens that had to be computed. The
-  reading of its cached context is put where the law has it, `kv_read * cached` a decoding
-  sequence, and the frontend's work on it, `prompt_token * cached`, with each request; both for
-  the mean of a run, which is exact for fixed.
-- The environment's workload is open loop. A closed loop of c is one tenant whose requests all
-  arrive at time 0 with unbounded patience, and whose cap is c.
+  92 % (sharegpt) and 99.7 % (fixed), which is what whole blocks of 16 of these prompts come to,
+  and of 0 % for the workload mixed, whose prompts do not fit the cache together: in fixed and
+  sharegpt only the first run, c1 run1, computed its prompts. The engine has no prefix cache, so a
+  cached prompt is played as the tokens that had to be computed. The reading of its cached context
+  is put where the law has it, `kv_read * cached` a decoding sequence, and the frontend's work on
+  it, `prompt_token * cached`, with each request; both for the mean of a run, which is exact for
+  fixed. `--json` also holds what comes out when every prompt is computed.
 """
 
 from __future__ import annotations
@@ -26,58 +25,42 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from closed_loop import ClosedLoop, Floats, Integers, play_closed_loop
 from scipy.optimize import brute, least_squares
 
-from vllm_tenant_tuning.backends.sim.engine import EngineBackend
 from vllm_tenant_tuning.baselines.calibrate import write_profile
-from vllm_tenant_tuning.profile import EngineProfile, Power, load_profile
-from vllm_tenant_tuning.scenario import parse_scenario
-from vllm_tenant_tuning.workload import RequestStream
-
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
+from vllm_tenant_tuning.profile import (
+    EngineProfile,
+    Frontend,
+    Power,
+    StepTimeCoefficients,
+    load_profile,
+)
 
 CONNECTIONS = 100
 NUM_GPU_BLOCKS = 25699  # 411184 tokens in blocks of 16, by the server's log
 CACHED_WORKLOADS = ("fixed", "sharegpt")
-FITTED = (
-    ("fixed", 1, 1),
-    ("fixed", 8, 1),
-    ("fixed", 64, 1),
-    ("sharegpt", 64, 1),
-    ("mixed", 64, 1),
-)
+FITTED = (("fixed", 1, 1), ("fixed", 8, 1), ("fixed", 64, 1), ("sharegpt", 64, 1))
 """The cells that the profile h100-llama-3.1-8b is fitted to; all others are predicted."""
 BANDWIDTH_RATIO = 4.8 / 3.35  # of H200 over H100, in TB/s by their data sheets
 
-
-@dataclass(frozen=True)
-class ClosedLoop:
-    """Requests of a closed loop, in the order they were sent.
-
-    Attributes:
-        ttft_s: (R,) submission to first token.
-        tpot_s: (R,) mean time between tokens; NaN for a request of one.
-        output_tokens_per_s: all output tokens over the time from start to the last one.
-        first_token_s, finished_s: (R,) from the start of the loop.
-        preemptions: of all requests; 0 for records, which do not tell.
-    """
-
-    ttft_s: Floats
-    tpot_s: Floats
-    output_tokens_per_s: float
-    first_token_s: Floats
-    finished_s: Floats
-    preemptions: int = 0
+REQUEST_S, PROMPT_TOKEN_S = slice(1e-3, 7e-3, 5e-4), slice(0, 1.3e-5, 1e-6)
+NONE = slice(0, 1, 1)
+FRONTEND_FORMS = {
+    "delay": (NONE, NONE, slice(0.01, 0.15, 1e-3)),
+    "request, delay": (REQUEST_S, NONE, slice(0.012, 0.03, 1e-3)),
+    "request, prompt token, delay": (REQUEST_S, PROMPT_TOKEN_S, slice(0.012, 0.024, 1e-3)),
+}
+"""Grids of request_s, prompt_token_s, delay_s: the error jumps wherever a request comes to catch
+another step. The last form is the profile's."""
 
 
 @dataclass(frozen=True)
@@ -127,79 +110,6 @@ class Comparison:
 METRICS = ("tpot_p50_ms", "output_tokens_per_s", "ttft_p50_ms", "ttft_p90_ms")
 
 
-def play_closed_loop(
-    profile: EngineProfile,
-    prompt_tokens: Integers,
-    output_tokens: Integers,
-    concurrency: int,
-    connections: int | None = None,
-) -> ClosedLoop:
-    """Play requests in a closed loop through the simulated engine.
-
-    Args:
-        profile: the engine.
-        prompt_tokens, output_tokens: (R,) in the order of sending.
-        concurrency: requests that the client has submitted and not got back.
-        connections: of these, at most so many are sent to the server (none: all).
-    """
-    n = len(prompt_tokens)
-    cap = min(concurrency, connections or concurrency)
-    episode_s = 1e5
-    tenant = {
-        "name": "client",
-        "arrivals": {"process": "poisson", "rate_per_s": 0},
-        "prompt_tokens": {"distribution": "fixed", "tokens": 1},
-        "output_tokens": {"distribution": "fixed", "tokens": 1},
-        "cap_initial": cap,
-        "slo_latency_p99_s": episode_s,
-    }
-    scenario = parse_scenario(
-        {
-            "name": "closed_loop",
-            "question": "What does a closed loop of constant concurrency give?",
-            "tenants": [tenant],
-            "engine": {"fidelity": "engine", "profile": profile.model_dump()},
-            "control": {
-                "cap_max": cap,
-                "control_interval_s": 100.0,
-                "window_s": 100.0,
-                "episode_s": episode_s,
-            },
-            "reward": {"w_slo": 0.5, "slo_clip": 3.0},
-        }
-    )
-    backend = EngineBackend(scenario)
-    backend.reset(
-        0,
-        RequestStream(
-            offsets=np.array([0, n]),
-            arrival_s=np.zeros(n),
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            service_s=np.full(n, math.nan),
-        ),
-        np.array([cap]),
-    )
-    caps, active = np.array([[cap]]), np.array([True])
-    for _ in range(scenario.control.n_steps):
-        backend.advance(caps, active)
-        outcomes = backend.outcomes(0)
-        if np.isfinite(outcomes.finished_s).all():
-            break
-    if not np.isfinite(outcomes.tpot_s[output_tokens > 1]).all():
-        raise ValueError("closed loop: a request failed, or did not end within 100000 s")
-    submitted_s = np.zeros(n)
-    submitted_s[concurrency:] = np.sort(outcomes.finished_s)[: max(0, n - concurrency)]
-    return ClosedLoop(
-        ttft_s=outcomes.first_token_s - submitted_s,
-        tpot_s=outcomes.tpot_s,
-        output_tokens_per_s=float(output_tokens.sum() / outcomes.finished_s.max()),
-        first_token_s=outcomes.first_token_s,
-        finished_s=outcomes.finished_s,
-        preemptions=int(outcomes.preemptions.sum()),
-    )
-
-
 def read_cell(path: Path) -> Cell:
     """Read the records of one run.
 
@@ -247,9 +157,15 @@ def read_records(folder: Path) -> list[Cell]:
     return sorted(cells, key=lambda cell: cell.key)
 
 
-def play(cell: Cell, profile: EngineProfile) -> ClosedLoop:
-    """Play a cell's requests through the simulated engine."""
-    cached = cell.cached_tokens
+def play(cell: Cell, profile: EngineProfile, prefix_cached: bool = True) -> ClosedLoop:
+    """Play a cell's requests through the simulated engine.
+
+    Args:
+        cell: the recorded run.
+        profile: the engine.
+        prefix_cached: leave out the prompt tokens that the server had cached.
+    """
+    cached = cell.cached_tokens if prefix_cached else np.zeros_like(cell.prompt_tokens)
     mean_cached = float(cached.mean())
     step_time, frontend = profile.step_time, profile.frontend
     sequence_ms = step_time.sequence_ms + step_time.kv_read_ms_per_token * mean_cached
@@ -265,13 +181,13 @@ def play(cell: Cell, profile: EngineProfile) -> ClosedLoop:
         cell.prompt_tokens - cached,
         cell.output_tokens,
         cell.concurrency,
-        CONNECTIONS,
+        connections=CONNECTIONS,
     )
 
 
-def compare(cell: Cell, profile: EngineProfile) -> Comparison:
-    """Play a cell and set it beside what was measured."""
-    simulated, measured = play(cell, profile), cell.measured
+def compare(cell: Cell, profile: EngineProfile, prefix_cached: bool = True) -> Comparison:
+    """Play a cell and set it beside what was measured; arguments as for `play`."""
+    simulated, measured = play(cell, profile, prefix_cached), cell.measured
 
     def pair_ms(name: str, q: float) -> tuple[float, float]:
         both = (np.nanquantile(getattr(loop, name), q) for loop in (simulated, measured))
@@ -289,94 +205,113 @@ def compare(cell: Cell, profile: EngineProfile) -> Comparison:
     )
 
 
-def fit(cells: Sequence[Cell], h200: EngineProfile, command: str) -> EngineProfile:
-    """An H100's profile: the H200's, its memory slower by bandwidth, the rest from `FITTED`.
-
-    Of the cells of `FITTED`, `weights_ms` and `sequence_ms` meet the median TPOT of the fixed ones,
-    the frontend the TTFT (median and 90th percentile) of all but the mixed one, and one factor of
-    both compute coefficients the mixed one's output tokens per second.
+def fitted_cells(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells of `FITTED`, in its order.
 
     Raises:
-        ValueError: a cell of `FITTED` is missing.
+        ValueError: one is missing.
     """
     by_key = {cell.key: cell for cell in cells}
-    missing = [
-        f"{workload} c{c} run{run}"
-        for workload, c, run in FITTED
-        if (workload, c, run) not in by_key
-    ]
+    missing = [_cell_name(key) for key in FITTED if key not in by_key]
     if missing:
         raise ValueError(f"fit: the records lack {', '.join(missing)}")
-    fixed = [by_key[key] for key in FITTED if key[0] == "fixed"]
-    cached = [by_key[key] for key in FITTED if key[0] in CACHED_WORKLOADS]
-    saturated = by_key["mixed", 64, 1]
-    start = h200.step_time
-    kv_cache = h200.kv_cache.model_copy(update={"num_gpu_blocks": NUM_GPU_BLOCKS})
+    return [by_key[key] for key in FITTED]
 
-    def profile(step_time: Mapping[str, float], frontend: Mapping[str, float]) -> EngineProfile:
-        kv_read_ms = start.kv_read_ms_per_token * BANDWIDTH_RATIO
-        rounded = {name: float(f"{value:.4g}") for name, value in step_time.items()}
-        return h200.model_copy(
+
+def fit_step_time(cells: Iterable[Cell], h200: EngineProfile) -> StepTimeCoefficients:
+    """The H200's step time with KV reads slower by bandwidth, fitted to the fixed cells.
+
+    `weights_ms` and `sequence_ms` meet the median TPOT of the fixed cells of `FITTED`. Compute
+    stays the H200's: by their data sheets both GPUs have the same, and the fitted cells, whose
+    prompts were cached, tell nothing of it.
+    """
+    start = h200.step_time
+    kv_read_ms = start.kv_read_ms_per_token * BANDWIDTH_RATIO
+    fixed = [cell for cell in fitted_cells(cells) if cell.workload == "fixed"]
+
+    def coefficients(weights_ms: float, sequence_ms: float) -> StepTimeCoefficients:
+        return start.model_copy(
             update={
-                "kv_cache": kv_cache,
-                "step_time": start.model_copy(
-                    update={"kv_read_ms_per_token": float(f"{kv_read_ms:.4g}")} | rounded
-                ),
-                "frontend": h200.frontend.model_copy(update=frontend),
+                "weights_ms": _digits(weights_ms, 4),
+                "sequence_ms": _digits(sequence_ms, 4),
+                "kv_read_ms_per_token": _digits(kv_read_ms, 4),
             }
         )
 
     def tpot_errors(values: Floats) -> list[float]:
-        tried = profile({"weights_ms": values[0], "sequence_ms": values[1] / 100}, {})
+        tried = h200.model_copy(update={"step_time": coefficients(values[0], values[1] / 100)})
         return [compare(cell, tried).error("tpot_p50_ms") for cell in fixed]
 
-    weights_ms, hundred_sequences_ms = least_squares(
-        tpot_errors, (6.5, 1.0), diff_step=(0.01, 0.01)
-    ).x
-    step_time = {"weights_ms": weights_ms, "sequence_ms": hundred_sequences_ms / 100}
+    # Hundred sequences take about 1 ms: both unknowns in the same unit.
+    found = least_squares(tpot_errors, (6.5, 1.0), diff_step=(0.01, 0.01)).x
+    return coefficients(found[0], found[1] / 100)
 
-    def frontend(values: Floats) -> dict[str, float]:
-        rounded = [float(f"{value:.2g}") for value in values]
-        return dict(zip(("request_s", "prompt_token_s", "delay_s"), rounded, strict=True))
 
-    def ttft_error(values: Floats) -> float:
-        tried = profile(step_time, frontend(values))
-        compared = [compare(cell, tried) for cell in cached]
-        errors = [each.error(name) for each in compared for name in ("ttft_p50_ms", "ttft_p90_ms")]
-        return float(np.abs(np.log1p(errors)).sum())
+def ttft_error(cells: Iterable[Cell], profile: EngineProfile) -> float:
+    """Mean absolute logarithm of simulated over measured TTFT: median and 90th percentile."""
+    compared = [compare(cell, profile) for cell in cells]
+    errors = [one.error(name) for one in compared for name in ("ttft_p50_ms", "ttft_p90_ms")]
+    return float(np.abs(np.log1p(errors)).mean())
 
-    # A grid, since the error jumps wherever a request comes to catch another step.
-    grid = (slice(1e-3, 7e-3, 5e-4), slice(0, 1.3e-5, 1e-6), slice(0.012, 0.024, 1e-3))
-    served = frontend(brute(ttft_error, grid, finish=None))
 
-    def slower_compute(factor: float) -> dict[str, float]:
-        names = ("dense_ms_per_token", "prefill_attention_ms_per_pair")
-        return step_time | {name: getattr(start, name) * factor for name in names}
+def fit_frontends(
+    cells: Iterable[Cell], profile: EngineProfile
+) -> dict[str, tuple[Frontend, float]]:
+    """For each form of the frontend the best one and its `ttft_error` on the cells of `FITTED`."""
+    chosen = fitted_cells(cells)
 
-    def rate_error(factor: Floats) -> float:
-        compared = compare(saturated, profile(slower_compute(factor[0]), served))
-        return compared.error("output_tokens_per_s")
+    def frontend(values: Floats) -> Frontend:
+        request_s, prompt_token_s, delay_s = (_digits(float(value), 2) for value in values)
+        return Frontend(request_s=request_s, prompt_token_s=prompt_token_s, delay_s=delay_s)
 
-    factor = float(least_squares(rate_error, (1.1,), diff_step=(0.01,)).x[0])
-    described = {
-        "name": "h100-llama-3.1-8b",
-        "description": "Llama 3.1 8B in bf16 on an H100, under vLLM 0.19.0",
-        "gpu": "one NVIDIA H100 SXM (80 GB)",
-        "source": (
-            f"{h200.name} with kv_read by memory bandwidth (x {BANDWIDTH_RATIO:.2f}), the rest "
-            f"fitted to the cells {', '.join(map(_cell_name, FITTED))} of "
-            f"the kvwarden records (compute x {factor:.2f}) by: {command}"
-        ),
-        "fit": None,
-        "power": Power(
-            idle_w=191,
-            busy_w=610,
-            source="board power in the same records: at rest after warm-up (clocks still up); "
-            "median of fixed c64 run1. One sequence takes 440 W, a saturated GPU 670 W.",
-        ),
-        "gpu_memory_utilization": 0.85,
+    def error(values: Floats) -> float:
+        return ttft_error(chosen, profile.model_copy(update={"frontend": frontend(values)}))
+
+    found = {}
+    for form, grid in FRONTEND_FORMS.items():
+        best, least, _, _ = brute(error, grid, full_output=True, finish=None)
+        found[form] = frontend(best), float(least)
+    return found
+
+
+def fit(
+    cells: Sequence[Cell], h200: EngineProfile, command: str
+) -> tuple[EngineProfile, dict[str, float]]:
+    """An H100's profile from an H200's and the cells of `FITTED`; `ttft_error` of each form.
+
+    Raises:
+        ValueError: a cell of `FITTED` is missing.
+    """
+    step_time = fit_step_time(cells, h200)
+    kv_cache = h200.kv_cache.model_copy(update={"num_gpu_blocks": NUM_GPU_BLOCKS})
+    profile = h200.model_copy(
+        update={
+            "name": "h100-llama-3.1-8b",
+            "description": "Llama 3.1 8B in bf16 on an H100, under vLLM 0.19.0",
+            "gpu": "one NVIDIA H100 SXM (80 GB)",
+            "source": (
+                f"{h200.name} with kv_read by memory bandwidth (x {BANDWIDTH_RATIO:.2f}) and the "
+                "same compute; weights, sequence and frontend fitted to the cells "
+                f"{', '.join(map(_cell_name, FITTED))} of the kvwarden records by: {command}"
+            ),
+            "step_time": step_time,
+            "kv_cache": kv_cache,
+            "fit": None,
+            "power": Power(
+                idle_w=191,
+                busy_w=610,
+                source="board power in the same public records: at rest after warm-up (clocks "
+                "still up); median of fixed c64 run1. One sequence takes 440 W, a saturated GPU "
+                "670 W.",
+            ),
+            "gpu_memory_utilization": 0.85,
+        }
+    )
+    forms = fit_frontends(cells, profile)
+    frontend, _ = list(forms.values())[-1]
+    return profile.model_copy(update={"frontend": frontend}), {
+        form: error for form, (_, error) in forms.items()
     }
-    return profile(slower_compute(factor), served).model_copy(update=described)
 
 
 def markdown(compared: Iterable[Comparison]) -> str:
@@ -397,22 +332,37 @@ def markdown(compared: Iterable[Comparison]) -> str:
     return head + "\n".join(lines)
 
 
-def summary(compared: Sequence[Comparison]) -> str:
-    """Mean, median and worst absolute errors, by workload and for the cells not fitted."""
-    groups = {
-        workload: [one for one in compared if one.workload == workload]
-        for workload in dict.fromkeys(one.workload for one in compared)
-    }
+def summary(compared: Sequence[Comparison]) -> dict[str, dict[str, dict[str, float]]]:
+    """Mean, median and worst absolute errors: all, by workload, and the cells not fitted."""
+    groups = {"all": list(compared)}
+    for workload in dict.fromkeys(one.workload for one in compared):
+        groups[workload] = [one for one in compared if one.workload == workload]
     groups["predicted"] = [one for one in compared if not one.fitted]
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, group in groups.items():
+        found[name] = {}
+        for metric in METRICS:
+            errors = np.abs([one.error(metric) for one in group])
+            found[name][metric] = {
+                "cells": errors.size,
+                "mean": float(errors.mean()),
+                "median": float(np.median(errors)),
+                "worst": float(errors.max()),
+            }
+    return found
+
+
+def summary_markdown(compared: Sequence[Comparison]) -> str:
+    """The summary as a table of mean / median / worst."""
     lines = [
         "| cells | number | " + " | ".join(METRICS) + " |",
         "|---|--:|" + "--:|" * len(METRICS),
     ]
-    for name, group in groups.items():
-        cells = [name, str(len(group))]
-        for metric in METRICS:
-            errors = 100 * np.abs([one.error(metric) for one in group])
-            cells.append(f"{errors.mean():.1f} / {np.median(errors):.1f} / {errors.max():.1f} %")
+    for name, metrics in summary(compared).items():
+        cells = [name, str(metrics[METRICS[0]]["cells"])]
+        for errors in metrics.values():
+            shares = (f"{100 * errors[kind]:.1f}" for kind in ("mean", "median", "worst"))
+            cells.append(f"{' / '.join(shares)} %")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -420,6 +370,10 @@ def summary(compared: Sequence[Comparison]) -> str:
 def _cell_name(key: tuple[str, int, int]) -> str:
     workload, concurrency, run = key
     return f"{workload} c{concurrency} run{run}"
+
+
+def _digits(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -433,16 +387,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     cells = read_records(options.records)
     profile = load_profile(options.fit or options.profile)
+    content: dict[str, Any] = {}
     if options.fit:
         command = f"python benchmarks/h100_closed_loop.py RECORDS --fit {options.fit} --out PROFILE"
-        profile = fit(cells, profile, command)
+        profile, forms = fit(cells, profile, command)
+        content["ttft_error_by_frontend"] = forms
+        print("Mean absolute log error of TTFT on the fitted cells, by form of the frontend:\n")
+        print("".join(f"    {form}: {error:.3f}\n" for form, error in forms.items()))
         if options.out:
             write_profile(options.out, profile)
-    compared = [compare(cell, profile) for cell in cells]
-    print(markdown(compared))
-    print(f"\nMean / median / worst absolute errors:\n\n{summary(compared)}")
+    for title, prefix_cached in {"prompts as cached": True, "all prompts computed": False}.items():
+        compared = [compare(cell, profile, prefix_cached) for cell in cells]
+        content[title] = {
+            "summary": summary(compared),
+            "cells": [asdict(one) for one in compared],
+        }
+        print(f"{title}:\n\n{markdown(compared)}\n")
+        print(f"Mean / median / worst absolute errors:\n\n{summary_markdown(compared)}\n")
     if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in compared], indent=2) + "\n")
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
