@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,27 @@ def short(name: str = "study", episode_s: float = 60.0, **changes: Any) -> Scena
     return scenario.model_copy(update={"control": control})
 
 
-@pytest.mark.parametrize("name", [name for name in scenario_names() if name != "azure"])
+def traces_of(name: str) -> list[str]:
+    """The trace files that a scenario replays."""
+    arrivals = [tenant.arrivals for tenant in load_scenario(name).tenants]
+    return [replayed.file for replayed in arrivals if replayed.process == "trace"]
+
+
+@pytest.mark.parametrize("name", [name for name in scenario_names() if not traces_of(name)])
 def test_gymnasium_checker_finds_nothing(name: str) -> None:
     env = gym.make("VLLMTenantTuning-v0", scenario=name).unwrapped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(env)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", [name for name in scenario_names() if traces_of(name)])
+def test_gymnasium_checker_finds_nothing_in_a_replay(
+    shared: Callable[[str], Path], name: str
+) -> None:
+    folder = shared(f"traces/{traces_of(name)[0]}").parent
+    env = gym.make("VLLMTenantTuning-v0", scenario=name, trace_dir=folder).unwrapped
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(env)
