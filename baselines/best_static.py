@@ -17,8 +17,13 @@ TRAINING_SEEDS = range(10_000, 10_020)
 """Seeds of the choice, away from the evaluation's."""
 
 MAX_GRID = 1024
-"""Up to this many combinations of caps the whole grid is tried; beyond it, one tenant's cap
-after another, from equal caps, until no change of one cap improves the mean return."""
+"""Up to this many combinations of caps the whole grid is tried. Beyond it caps are first taken
+from 1, 2, 3, 4, 6, 8, 12, 16, ..., and then, tenant by tenant, between the neighbours of the best;
+where even these are too many combinations, one tenant's cap is changed after another, from equal
+caps, until no change of one cap improves the mean return."""
+
+REFINED = 7
+"""Caps that are tried between two of the coarse ones."""
 
 CLUSTERS_AT_ONCE = 512
 
@@ -51,27 +56,46 @@ def find_best_static(
         trace_dir: the folder of the trace files.
     """
     control = scenario.control
-    choices = range(control.cap_min, control.cap_max + 1)
+    every = list(range(control.cap_min, control.cap_max + 1))
+    levels = every if len(every) ** scenario.n_tenants <= MAX_GRID else _levels(every)
     tried: dict[tuple[int, ...], float] = {}
 
     def try_all(candidates: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        candidates = [caps for caps in candidates if sum(caps) <= scenario.total_cap]
         new = [caps for caps in candidates if caps not in tried]
         tried.update(zip(new, _mean_returns(scenario, new, seeds, trace_dir), strict=True))
         return max(candidates, key=lambda caps: (tried[caps], -sum(caps)))
 
-    if len(choices) ** scenario.n_tenants <= MAX_GRID:
-        grid = itertools.product(choices, repeat=scenario.n_tenants)
-        best = try_all([caps for caps in grid if sum(caps) <= scenario.total_cap])
+    def try_one(best: tuple[int, ...], tenant: int, caps: Sequence[int]) -> tuple[int, ...]:
+        return try_all([best, *((*best[:tenant], cap, *best[tenant + 1 :]) for cap in caps)])
+
+    if len(levels) ** scenario.n_tenants <= MAX_GRID:
+        best = try_all(list(itertools.product(levels, repeat=scenario.n_tenants)))
     else:
-        equal = [(cap,) * scenario.n_tenants for cap in choices]
-        best = try_all([caps for caps in equal if sum(caps) <= scenario.total_cap])
+        best = try_all([(cap,) * scenario.n_tenants for cap in levels])
         before = None
         while best != before:
             before = best
             for tenant in range(scenario.n_tenants):
-                moved = [(*best[:tenant], cap, *best[tenant + 1 :]) for cap in choices]
-                best = try_all([caps for caps in moved if sum(caps) <= scenario.total_cap])
+                best = try_one(best, tenant, levels)
+    if levels != every:
+        for tenant in range(scenario.n_tenants):
+            best = try_one(best, tenant, _between(levels, best[tenant]))
     return BestStatic(best, tried[best], tried)
+
+
+def _levels(every: list[int]) -> list[int]:
+    """Of these consecutive caps the first, the last, powers of two and half-way between them."""
+    coarse = {every[0], every[-1], *(1 << i for i in range(13)), *(3 << i for i in range(12))}
+    return [cap for cap in every if cap in coarse]
+
+
+def _between(levels: list[int], cap: int) -> list[int]:
+    """Caps spread between the neighbours of one of the levels."""
+    i = levels.index(cap)
+    low, high = levels[max(i - 1, 0)], levels[min(i + 1, len(levels) - 1)]
+    spread = np.rint(np.linspace(low, high, REFINED + 2)).astype(int).tolist()
+    return [each for each in spread if low < each < high]
 
 
 def _mean_returns(
