@@ -29,7 +29,14 @@ from vllm_tenant_tuning.schema import explain_error
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-COLUMNS: Final = ("prefill_tokens", "num_decode_seqs", "context_tokens", "step_ms")
+ACCEPTED: Final = {
+    "prefill_tokens": (0, 1_000_000_000),
+    "num_decode_seqs": (0, 1_000_000_000),
+    "context_tokens": (0, 1_000_000_000),
+    "step_ms": (0.001, 1_000_000),
+}
+"""Least and most of each column; a time outside it is hardly in milliseconds."""
+COLUMNS: Final = tuple(ACCEPTED)
 MIN_POINTS: Final = 18
 """Three a coefficient: with fewer, an error of the fit says little about other steps."""
 
@@ -136,14 +143,14 @@ def fit_step_time(grid: StepGrid) -> StepTimeCoefficients:
     """Fit the law by least squares of relative errors; coefficients have four digits.
 
     Raises:
-        CalibrationError: the fit does not converge.
+        CalibrationError: the fit does not converge, or no profile can hold what it found.
     """
     fastest_ms = float(grid.step_ms.min())
     # Times and tokens of any hardware come near 1 in these units; coefficients are not negative.
     scale = np.array([fastest_ms, fastest_ms, fastest_ms / 256, fastest_ms / 1024, 1e-5, 1e-6])
 
     def residuals(scaled: Floats) -> Floats:
-        return grid.relative_errors(_coefficients((scaled * scale).tolist()))
+        return grid.relative_errors(_untested((scaled * scale).tolist()))
 
     # Two starts, since the corner of the roofline has a local minimum on either side.
     fits = [
@@ -155,7 +162,12 @@ def fit_step_time(grid: StepGrid) -> StepTimeCoefficients:
         raise CalibrationError(f"{grid.model}: the fit does not converge: {best.message}")
     # The interior-point fit stops a hair above a bound of 0.
     found = np.where(best.x > 1e-4, best.x, 0.0) * scale
-    return _coefficients([_rounded(value, 4) for value in found.tolist()])
+    rounded = _untested([_rounded(value, 4) for value in found.tolist()])
+    try:
+        return StepTimeCoefficients.model_validate(dict(rounded))
+    except ValidationError as error:
+        lines = [explain_error(item) for item in error.errors(include_url=False)]
+        raise CalibrationError(f"{grid.model}: the fit gives {'; '.join(lines)}") from error
 
 
 def regions(grid: StepGrid) -> dict[str, Mask]:
@@ -309,7 +321,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path}: cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also a number of more digits than Python reads
         raise CalibrationError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CalibrationError(
@@ -338,11 +350,13 @@ def _numbers(
     numbers = []
     for column in COLUMNS:
         value = named[column]
-        least = "above 0" if column == "step_ms" else "0 or more"
+        least, most = ACCEPTED[column]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CalibrationError(f"{where}: {column}: got {value!r}; expected a number")
-        if not math.isfinite(value) or value < 0 or (column == "step_ms" and value == 0):
-            raise CalibrationError(f"{where}: {column}: got {value!r}; accepted is {least}")
+        if not least <= value <= most:
+            raise CalibrationError(
+                f"{where}: {column}: got {value!r:.40}; accepted are {least} to {most}"
+            )
         numbers.append(float(value))
     if named["prefill_tokens"] + named["num_decode_seqs"] == 0:
         raise CalibrationError(f"{where}: neither prompt tokens nor decoding sequences")
@@ -366,8 +380,10 @@ def _check_coverage(path: str | Path, grid: StepGrid) -> None:
             )
 
 
-def _coefficients(values: Sequence[float]) -> StepTimeCoefficients:
-    return StepTimeCoefficients(**dict(zip(StepTimeCoefficients.model_fields, values, strict=True)))
+def _untested(values: Sequence[float]) -> StepTimeCoefficients:
+    """Coefficients that a search may try, whether a profile may hold them or not."""
+    named = dict(zip(StepTimeCoefficients.model_fields, values, strict=True))
+    return StepTimeCoefficients.model_construct(None, **named)
 
 
 def _rounded(value: float, digits: int) -> float:
