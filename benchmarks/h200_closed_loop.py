@@ -19,7 +19,8 @@ of which count in the TPOT. What follows from that:
   where the KV cache cannot hold c requests (it has no KV cache).
 
 The simulated requests start evenly over one cycle, since in a mean field the phases are mixed; the
-first and last two rounds of twelve are left out.
+first and last two rounds of twelve are left out. Beside it the throughput is simulated with all of
+them started at once: then prompts do come in whole steps, as the estimate has them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from closed_loop import play_closed_loop
+from closed_loop import ClosedLoop, play_closed_loop
 
 from vllm_tenant_tuning.baselines.calibrate import fit_step_time, read_grid
 from vllm_tenant_tuning.profile import EngineProfile, Frontend, load_profile
@@ -90,6 +91,7 @@ class Comparison:
     tpot_error: float
     requests_error: float
     reported_requests_error: float
+    at_once_requests_error: float
 
 
 def read_reference(folder: Path) -> list[Estimate]:
@@ -107,19 +109,10 @@ def kernels_profile(folder: Path) -> EngineProfile:
 
 def compare(estimate: Estimate, profile: EngineProfile) -> Comparison:
     """Play a row's closed loop; median TPOT and throughput of the middle rounds."""
-    c = estimate.concurrency
-    n = ROUNDS * c
-    loop = play_closed_loop(
-        profile,
-        np.full(n, estimate.input_tokens),
-        np.full(n, estimate.output_tokens),
-        c,
-        ramp_s=estimate.cycle_s,
-    )
-    first, last = LEFT_OUT * c, n - LEFT_OUT * c
-    tpot_ms = 1e3 * float(np.median(loop.tpot_s[first:last]))
-    finished_s = np.sort(loop.finished_s)
-    requests_per_s = float((last - first) / (finished_s[last - 1] - finished_s[first - 1]))
+    loop = _play(estimate, profile, ramp_s=estimate.cycle_s)
+    at_once = _play(estimate, profile, ramp_s=0.0)
+    tpot_ms = 1e3 * float(np.median(loop.tpot_s[_middle(estimate)]))
+    requests_per_s = _requests_per_s(estimate, loop)
     kv_tokens = profile.kv_cache.num_gpu_blocks * profile.kv_cache.block_size
     return Comparison(
         estimate=estimate,
@@ -131,15 +124,18 @@ def compare(estimate: Estimate, profile: EngineProfile) -> Comparison:
         tpot_error=tpot_ms / estimate.tpot_ms - 1,
         requests_error=requests_per_s / estimate.steps_requests_per_s - 1,
         reported_requests_error=requests_per_s / estimate.requests_per_s - 1,
+        at_once_requests_error=(
+            _requests_per_s(estimate, at_once) / estimate.steps_requests_per_s - 1
+        ),
     )
 
 
 def markdown(compared: Sequence[Comparison]) -> str:
     """The comparison as a table, simulated / estimated."""
     lines = [
-        "| prompt, output, c | TPOT, ms | | requests/s by its steps | | requests/s reported | | "
-        "applies |",
-        "|---|--:|--:|--:|--:|--:|--:|---|",
+        "| prompt, output, c | TPOT, ms | | requests/s by its steps | | at once | "
+        "requests/s reported | | applies |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     for one in compared:
         estimate = one.estimate
@@ -150,12 +146,35 @@ def markdown(compared: Sequence[Comparison]) -> str:
             f"{100 * one.tpot_error:+.1f} %",
             f"{one.requests_per_s:.2f} / {estimate.steps_requests_per_s:.2f}",
             f"{100 * one.requests_error:+.1f} %",
+            f"{100 * one.at_once_requests_error:+.1f} %",
             f"{estimate.requests_per_s:.2f}",
             f"{100 * one.reported_requests_error:+.1f} %",
             one.not_applying or "yes",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _play(estimate: Estimate, profile: EngineProfile, ramp_s: float) -> ClosedLoop:
+    n = ROUNDS * estimate.concurrency
+    return play_closed_loop(
+        profile,
+        np.full(n, estimate.input_tokens),
+        np.full(n, estimate.output_tokens),
+        estimate.concurrency,
+        ramp_s=ramp_s,
+    )
+
+
+def _middle(estimate: Estimate) -> slice:
+    return slice(LEFT_OUT * estimate.concurrency, (ROUNDS - LEFT_OUT) * estimate.concurrency)
+
+
+def _requests_per_s(estimate: Estimate, loop: ClosedLoop) -> float:
+    middle = _middle(estimate)
+    finished_s = np.sort(loop.finished_s)
+    between_s = finished_s[middle.stop - 1] - finished_s[middle.start - 1]
+    return float((middle.stop - middle.start) / between_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compared = [compare(estimate, profile) for estimate in read_reference(options.folder)]
     print(markdown(compared))
     applying = [one for one in compared if not one.not_applying]
-    for name in ("tpot_error", "requests_error", "reported_requests_error"):
+    names = ("tpot_error", "requests_error", "at_once_requests_error", "reported_requests_error")
+    for name in names:
         errors = 100 * np.abs([getattr(one, name) for one in applying])
         print(f"{name}, {errors.size} rows: mean {errors.mean():.1f} %, worst {errors.max():.1f} %")
     if options.json:

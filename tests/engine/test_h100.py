@@ -72,6 +72,24 @@ def test_half_of_the_ttft_medians_are_within_20_percent(compared: list[Any], whi
     assert np.median(absolute_errors(chosen, "ttft_p50_ms")) < 0.2
 
 
+def test_a_burst_agrees_and_later_rounds_stay_together_only_in_the_record(
+    script: ModuleType, cells: list[Any]
+) -> None:
+    profile = load_profile(PROFILE)
+    bursts = [cell for cell in cells if cell.concurrency == 32]
+    assert len(bursts) == 4
+    for cell in bursts:
+        simulated, measured = script.play(cell, profile), cell.measured
+        first, second = slice(0, 32), slice(32, 64)
+        burst_s = np.median(measured.ttft_s[first])
+        assert np.median(simulated.ttft_s[first]) == pytest.approx(burst_s, rel=0.25)
+        spread_s = []
+        for loop in (simulated, measured):
+            submitted_s = np.sort(loop.first_token_s - loop.ttft_s)[second]
+            spread_s.append(np.quantile(submitted_s, 0.9) - np.quantile(submitted_s, 0.1))
+        assert spread_s[0] > 2 * spread_s[1]
+
+
 def test_above_100_the_client_held_100_connections(cells: list[Any]) -> None:
     for cell in cells:
         loop = cell.measured
