@@ -3,7 +3,7 @@
 With p prompt tokens and n decoding sequences in a step, which read kv tokens of context, and a
 pairs of a prompt token and a token it attends to::
 
-    step_ms = base + (weights**4 + (dense * (p + n))**4)**(1/4)
+    step_ms = base + (weights**2 + (dense * (p + n))**2)**(1/2)
               + sequence * n + kv_read * kv + prefill_attention * a
 
 The second term is a roofline with a smooth corner: the weights are read once, or the matrix
