@@ -30,6 +30,11 @@ CALIBRATE_OPTIONS: Final[dict[str, tuple[str, type]]] = {
 }
 """What a grid of step times cannot give, by the field of the engine profile."""
 
+RAY_HELP: Final = (
+    "play on this Ray cluster: auto, HOST:PORT or ray://HOST:PORT; its machines need this package, "
+    "traces and models are sent to them"
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
@@ -89,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--out", required=True, metavar="DIR", help="records and report")
     evaluate.add_argument("--trace-dir", metavar="DIR", help="folder of the trace files")
     evaluate.add_argument("--workers", type=int, metavar="N", help="processes (default: cores)")
+    evaluate.add_argument("--ray", metavar="ADDRESS", help=RAY_HELP)
     evaluate.add_argument(
         "--reference", metavar="POLICY", help="compared with (default: best static, or the first)"
     )
@@ -179,8 +185,11 @@ def _list_policies(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from vllm_tenant_tuning.baselines.comparison import compare
+    from vllm_tenant_tuning.baselines.distributed import RayCluster
     from vllm_tenant_tuning.baselines.evaluate import RULE_POLICIES
 
+    if options.ray is not None and options.workers is not None:
+        raise ValueError("--workers: accepted are processes of this machine, without --ray")
     policies = options.policies.split(",") if options.policies else list(RULE_POLICIES)
     compare(
         policies,
@@ -190,6 +199,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         reference=options.reference,
         trace_dir=options.trace_dir,
         workers=options.workers,
+        cluster=None if options.ray is None else RayCluster(options.ray),
     )
     return 0
 

@@ -18,7 +18,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from vllm_tenant_tuning.baselines.evaluate import evaluate, resolve, trajectories
+from vllm_tenant_tuning.baselines.distributed import RayCluster
+from vllm_tenant_tuning.baselines.evaluate import Contender, evaluate, resolve, trajectories
 from vllm_tenant_tuning.baselines.report import rich_table, write_report
 from vllm_tenant_tuning.baselines.statistics import Summary
 from vllm_tenant_tuning.baselines.study import ABLATION, METRICS, PUBLISHED
@@ -41,7 +42,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def compare(
-    policies: Sequence[str],
+    policies: Sequence[str | Contender],
     scenario: Scenario,
     seeds: range,
     out_dir: Path,
@@ -49,30 +50,36 @@ def compare(
     reference: str | None = None,
     trace_dir: str | Path | None = None,
     workers: int | None = None,
+    cluster: RayCluster | None = None,
     learning_curve: Sequence[tuple[int, float, float, float]] | None = None,
 ) -> Summary:
     """Play the policies, write the report and print the table.
 
     Args:
-        policies: texts as `evaluate` takes them.
+        policies: as `evaluate` takes them.
         scenario: the task.
         seeds: the same for all.
         out_dir: for records and report.
         reference: a policy's text or label; by default the best static, or else the first.
         trace_dir: the folder of the trace files.
         workers: processes.
+        cluster: evaluates in place of processes of this machine.
         learning_curve: of the trained policy among them: timesteps, mean, low, high.
 
     Raises:
         ValueError: a policy, reference or trace that is refused, before anything is played.
     """
     console = Console()
-    contenders = [resolve(text, scenario, trace_dir) for text in policies]
+    contenders = [resolve(policy, scenario, trace_dir) for policy in policies]
     labels = [contender.label for contender in contenders]
-    named = dict(zip(policies, labels, strict=True)) | dict(zip(labels, labels, strict=True))
+    named: dict[str | Contender, str] = {
+        **dict(zip(policies, labels, strict=True)),
+        **dict(zip(labels, labels, strict=True)),
+    }
     chosen = reference or ("best_static" if "best_static" in policies else policies[0])
     if chosen not in named:
-        raise ValueError(f"reference: got '{chosen}'; accepted are {', '.join(policies)}")
+        accepted = [name for name in named if isinstance(name, str)]
+        raise ValueError(f"reference: got '{chosen}'; accepted are {', '.join(accepted)}")
     with progress_bar("evaluating") as on_progress:
         records = evaluate(
             contenders,
@@ -81,6 +88,7 @@ def compare(
             out_dir,
             trace_dir=trace_dir,
             workers=workers,
+            cluster=cluster,
             on_progress=on_progress,
         )
     summary = write_report(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from joblib import Parallel, delayed
 
 import vllm_tenant_tuning  # noqa: F401  (registers the environment)
 from vllm_tenant_tuning.agents import Policy, make_policy
+from vllm_tenant_tuning.agents.rl import MODEL_FILE, NORMALIZATION_FILE, RUN_CONFIG_FILE
 from vllm_tenant_tuning.backends import RequestOutcomes
 from vllm_tenant_tuning.baselines.best_static import find_best_static
+from vllm_tenant_tuning.baselines.distributed import Files, RayCluster, trace_files
 from vllm_tenant_tuning.baselines.records import (
     EpisodeRecord,
     append_record,
@@ -76,6 +80,7 @@ def evaluate(
     backend: str = "sim",
     trace_dir: str | Path | None = None,
     workers: int | None = None,
+    cluster: RayCluster | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[EpisodeRecord]:
     """Play every policy on every seed and record each episode as it ends.
@@ -90,6 +95,8 @@ def evaluate(
         backend: the backend's name.
         trace_dir: the folder of the trace files.
         workers: processes; None for one for each core.
+        cluster: plays in place of processes of this machine. Traces and model files are sent to
+            it.
         on_progress: called with (episodes done, episodes in all).
 
     Returns:
@@ -101,10 +108,7 @@ def evaluate(
     task = load_scenario(scenario)
     if not seeds:
         raise ValueError("seeds: got none; at least one is needed")
-    contenders = [
-        policy if isinstance(policy, Contender) else resolve(policy, task, trace_dir)
-        for policy in policies
-    ]
+    contenders = [resolve(policy, task, trace_dir) for policy in policies]
     labels = [contender.label for contender in contenders]
     if len(set(labels)) != len(labels):
         raise ValueError(f"policies: names must differ, got {', '.join(labels)}")
@@ -131,12 +135,17 @@ def evaluate(
         (task, backend, trace_dir, contender, digests[contender.label], chunk)
         for contender, chunk in tasks
     ]
-    for records in _run_all(arguments, workers):
-        for record in records:
-            append_record(path, record)
-        done += len(records)
-        if on_progress is not None:
-            on_progress(done, total)
+    if cluster is None:
+        batches = _run_all(arguments, workers)
+    else:
+        batches = cluster.run(_run_sent, _with_files(arguments))
+    with closing(batches):
+        for records in batches:
+            for record in records:
+                append_record(path, record)
+            done += len(records)
+            if on_progress is not None:
+                on_progress(done, total)
 
     wanted = {
         (task.name, digests[label], label, seed): (i, seed)
@@ -151,12 +160,16 @@ def evaluate(
     return [chosen[i, seed] for i in range(len(labels)) for seed in seeds]
 
 
-def resolve(text: str, scenario: Scenario, trace_dir: str | Path | None) -> Contender:
+def resolve(text: str | Contender, scenario: Scenario, trace_dir: str | Path | None) -> Contender:
     """The contender that a policy's text names, in a form of `make_policy` or `best_static`.
+
+    A contender stands for itself.
 
     Raises:
         ValueError: a policy that is unknown or does not fit the scenario.
     """
+    if isinstance(text, Contender):
+        return text
     if text == "best_static":
         caps = "/".join(map(str, find_best_static(scenario, trace_dir=trace_dir).caps))
         return Contender(f"best_static:{caps}", f"static:{caps}")
@@ -328,7 +341,9 @@ def _jain(completed: npt.NDArray[np.float64], arrived: npt.NDArray[np.float64]) 
     return float(share.sum() ** 2 / (share.size * (share**2).sum()))
 
 
-def _run_all(arguments: Sequence[Any], workers: int | None) -> Iterator[list[EpisodeRecord]]:
+def _run_all(
+    arguments: Sequence[Any], workers: int | None
+) -> Generator[list[EpisodeRecord], None, None]:
     n_jobs = max(1, min(workers or os.cpu_count() or 1, len(arguments)))
     parallel = Parallel(n_jobs=n_jobs, return_as="generator_unordered")
     yield from parallel(delayed(_run_task)(argument) for argument in arguments)
@@ -349,3 +364,46 @@ def _run_task(argument: Any) -> list[EpisodeRecord]:
         records.append(record.model_copy(update=update))
     env.close()
     return records
+
+
+def _with_files(arguments: Sequence[Any]) -> list[tuple[Any, Files, Files]]:
+    """Each task with the traces and the model that a worker on another machine lacks."""
+    traces: Files | None = None
+    models: dict[Contender, Files] = {}
+    tasks = []
+    for argument in arguments:
+        scenario, _, trace_dir, contender, *_ = argument
+        traces = traces or trace_files(scenario, trace_dir)
+        if contender not in models:
+            models[contender] = _model_files(contender.text)
+        tasks.append((argument, traces, models[contender]))
+    return tasks
+
+
+def _model_files(policy_text: str) -> Files:
+    """What `ModelPolicy` reads, as files of one folder; none for other policies."""
+    if not policy_text.startswith("model:"):
+        return Files({})
+    path = Path(policy_text.removeprefix("model:"))
+    model = path / MODEL_FILE if path.is_dir() else path
+    configs = (folder / RUN_CONFIG_FILE for folder in model.absolute().parents[:3])
+    config = next(file for file in configs if file.is_file())
+    return Files(
+        {
+            MODEL_FILE: model.read_bytes(),
+            NORMALIZATION_FILE: (model.parent / NORMALIZATION_FILE).read_bytes(),
+            RUN_CONFIG_FILE: config.read_bytes(),
+        }
+    )
+
+
+def _run_sent(argument: Any, traces: Files, model: Files) -> list[EpisodeRecord]:
+    """`_run_task` on a worker."""
+    scenario, backend, _, contender, known_digest, seeds = argument
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        traces.write(folder / "traces")
+        if model.content:
+            model.write(folder / "model")
+            contender = replace(contender, text=f"model:{folder / 'model'}")
+        return _run_task((scenario, backend, folder / "traces", contender, known_digest, seeds))

@@ -101,15 +101,7 @@ def train(
         ImportError: the extra `train` is not installed.
     """
     task = load_scenario(scenario)
-    first_training_seed(seed, 0)
-    config = RunConfig(
-        algorithm=algorithm,
-        scenario=task.name,
-        seed=seed,
-        trace_dir=None if trace_dir is None else str(trace_dir),
-        version=vllm_tenant_tuning.__version__,
-        training=training or load_training_config(algorithm, task.name),
-    )
+    config = run_config(task, algorithm, seed, training, trace_dir)
     folder = _new_run_dir(config) if run_dir is None else Path(run_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"run folder: '{folder}' is not empty; accepted is a new one, or --resume")
@@ -117,7 +109,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     write_yaml(folder / RUN_CONFIG_FILE, config)
     write_yaml(folder / SCENARIO_FILE, task)
-    return _session(folder, config, task, env, None, progress)
+    return _session(folder, config, env, None, progress)
 
 
 def resume(
@@ -152,7 +144,50 @@ def resume(
         config = config.model_copy(update={"trace_dir": str(trace_dir)})
     env = _vector_env(config, task)
     write_yaml(folder / RUN_CONFIG_FILE, config)
-    return _session(folder, config, task, env, _newest_checkpoint(folder), progress)
+    return _session(folder, config, env, _newest_checkpoint(folder), progress)
+
+
+def load_run(run_dir: str | Path) -> TrainingRun:
+    """A training run as its newest checkpoint left it.
+
+    Raises:
+        ValueError: not the folder of a run.
+    """
+    folder = Path(run_dir)
+    config = load_run_config(folder / RUN_CONFIG_FILE)
+    checkpoint = _newest_checkpoint(folder)
+    timesteps = 0 if checkpoint is None else int(checkpoint.name)
+    return TrainingRun(
+        folder,
+        config,
+        load_scenario(folder / SCENARIO_FILE),
+        timesteps,
+        tuple(_read_curve(folder / CURVE_FILE, timesteps)),
+        interrupted=timesteps < config.training.total_timesteps,
+    )
+
+
+def run_config(
+    scenario: Scenario,
+    algorithm: str,
+    seed: int,
+    training: TrainingConfig | None,
+    trace_dir: str | Path | None,
+) -> RunConfig:
+    """The configuration of a new run, of arguments as `train` takes them.
+
+    Raises:
+        ValueError: arguments that are refused.
+    """
+    first_training_seed(seed, 0)
+    return RunConfig(
+        algorithm=algorithm,
+        scenario=scenario.name,
+        seed=seed,
+        trace_dir=None if trace_dir is None else str(trace_dir),
+        version=vllm_tenant_tuning.__version__,
+        training=training or load_training_config(algorithm, scenario.name),
+    )
 
 
 def evaluate_and_report(run: TrainingRun, seeds: range) -> None:
@@ -202,7 +237,6 @@ def first_training_seed(seed: int, timesteps: int) -> int:
 def _session(
     folder: Path,
     config: RunConfig,
-    scenario: Scenario,
     env: VLLMTenantTuningVectorEnv,
     checkpoint: Path | None,
     progress: bool,
@@ -211,7 +245,7 @@ def _session(
 
     done = 0 if checkpoint is None else int(checkpoint.name)
     curve = _read_curve(folder / CURVE_FILE, done)
-    timesteps = learn(
+    learn(
         folder,
         config,
         env,
@@ -222,14 +256,7 @@ def _session(
         wall_s=curve[-1]["wall_s"] if curve else 0.0,
         progress=progress,
     )
-    return TrainingRun(
-        folder,
-        config,
-        scenario,
-        timesteps,
-        tuple(_read_curve(folder / CURVE_FILE, timesteps)),
-        interrupted=timesteps < config.training.total_timesteps,
-    )
+    return load_run(folder)
 
 
 def _vector_env(config: RunConfig, scenario: Scenario) -> VLLMTenantTuningVectorEnv:
@@ -293,7 +320,7 @@ def _run(options: argparse.Namespace) -> int:
 
     seeds = parse_seeds(options.eval_seeds)
     if options.resume is not None:
-        for name in ("scenario", "algorithm", "seed", "n_envs", "config", "out"):
+        for name in ("scenario", "algorithm", "seed", "seeds", "n_envs", "config", "out", "ray"):
             if getattr(options, name) is not None:
                 raise ValueError(
                     f"--{name.replace('_', '-')}: a resumed run keeps its own; accepted beside "
@@ -306,6 +333,8 @@ def _run(options: argparse.Namespace) -> int:
             progress=True,
         )
     else:
+        if options.seeds is None and options.ray is not None:
+            raise ValueError("--ray: accepted for a sweep, beside --seeds")
         scenario = load_scenario(options.scenario or _default_scenario(options.trace_dir))
         algorithm = options.algorithm or "ppo"
         training = load_training_config(
@@ -315,6 +344,8 @@ def _run(options: argparse.Namespace) -> int:
             total_timesteps=options.timesteps,
             n_envs=options.n_envs,
         )
+        if options.seeds is not None:
+            return _sweep(options, scenario, algorithm, training, seeds)
         run = train(
             scenario,
             algorithm,
@@ -336,11 +367,57 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _sweep(
+    options: argparse.Namespace,
+    scenario: Scenario,
+    algorithm: str,
+    training: TrainingConfig,
+    eval_seeds: range,
+) -> int:
+    from vllm_tenant_tuning.baselines.cli import parse_seeds
+    from vllm_tenant_tuning.baselines.comparison import compare, progress_bar
+    from vllm_tenant_tuning.baselines.distributed import RayCluster
+    from vllm_tenant_tuning.baselines.evaluate import RULE_POLICIES, Contender
+    from vllm_tenant_tuning.baselines.training_sweep import sweep
+
+    if options.seed is not None:
+        raise ValueError("--seed: a sweep has its seeds from --seeds")
+    seeds = parse_seeds(options.seeds)
+    folder = Path(options.out or f"runs/sweep-{scenario.name}-{algorithm}")
+    cluster = None if options.ray is None else RayCluster(options.ray)
+    with progress_bar("training") as on_progress:
+        runs = sweep(
+            scenario,
+            algorithm,
+            seeds,
+            folder,
+            training=training,
+            trace_dir=options.trace_dir,
+            cluster=cluster,
+            on_progress=on_progress,
+        )
+    if any(run.interrupted for run in runs):
+        raise KeyboardInterrupt
+    print(f"trained {algorithm} on {scenario.name}, {len(runs)} seeds: {folder}")
+    trained = [Contender(f"{algorithm}:seed{r.config.seed}", f"model:{r.run_dir}") for r in runs]
+    compare(
+        [*trained, *RULE_POLICIES],
+        scenario,
+        eval_seeds,
+        folder,
+        trace_dir=options.trace_dir,
+        cluster=cluster,
+    )
+    return 0
+
+
 def _default_scenario(trace_dir: str | None) -> str:
     return "azure" if trace_dir or os.environ.get("VLLM_TENANT_TRACE_DIR") else "azure_like"
 
 
 def _parser() -> argparse.ArgumentParser:
+    from vllm_tenant_tuning.baselines.cli import RAY_HELP
+
     parser = argparse.ArgumentParser(
         prog="train",
         description="Train a policy and evaluate it beside the rules.",
@@ -353,6 +430,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="(default: ppo)")
     parser.add_argument("--timesteps", type=int, metavar="N", help="environment steps in all")
     parser.add_argument("--seed", type=int, metavar="N", help="of the run (default: 0)")
+    parser.add_argument(
+        "--seeds",
+        metavar="A:B",
+        help="a sweep: a run for each seed, A to B - 1, side by side; the same command again goes "
+        "on with one that was interrupted (default folder: runs/sweep-SCENARIO-ALGORITHM)",
+    )
+    parser.add_argument("--ray", metavar="ADDRESS", help=f"with --seeds: {RAY_HELP}")
     parser.add_argument("--n-envs", type=int, metavar="N", help="environments side by side")
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="hyperparameters in place of the packaged ones"

@@ -42,7 +42,7 @@ def learn(
     checkpoint_dir: Path,
     wall_s: float,
     progress: bool,
-) -> int:
+) -> None:
     """Train until the run's timesteps are reached, or until the first Ctrl-C.
 
     Args:
@@ -55,16 +55,13 @@ def learn(
         checkpoint_dir: gets the checkpoints.
         wall_s: training time before this session.
         progress: whether to show a progress bar.
-
-    Returns:
-        Timesteps trained in all.
     """
     training = config.training
     done = 0 if checkpoint is None else int(checkpoint.name)
     remaining = training.total_timesteps - done
     if remaining <= 0:
         env.close()
-        return done
+        return
     torch.set_num_threads(TORCH_THREADS)
     set_random_seed((config.seed + done) % 2**32)
     monitored = VecMonitor(SB3VecEnv(env), info_keywords=("drops", "throughput_rps"))
@@ -90,7 +87,6 @@ def learn(
         model.learn(remaining, callback=recorder, reset_num_timesteps=False, progress_bar=progress)
         recorder.save_checkpoint()
     venv.close()
-    return model.num_timesteps
 
 
 def _new_model(config: RunConfig, venv: VecNormalize) -> OnPolicyAlgorithm:
