@@ -291,12 +291,13 @@ def tune(
     caps: tuple[int, ...],
     horizon_s: float | None,
     generations: int,
+    training_seeds: Sequence[int],
 ) -> tuple[Floats, float]:
     """Search weights by the cross-entropy method.
 
     Returns:
         (n_tenants, n_features) weights, those of the static caps if nothing better was found,
-        and their mean return over `TRAINING_SEEDS`.
+        and their mean return over the training seeds.
     """
     n_features = len(FEEDBACK_FEATURES if horizon_s is None else CLAIRVOYANT_FEATURES)
     static = np.zeros((len(caps), n_features))
@@ -315,20 +316,26 @@ def tune(
         centre = KEPT * centre + (1 - KEPT) * best.mean(axis=0)
         spread = KEPT * spread + (1 - KEPT) * best.std(axis=0)
     last = np.stack([static, centre, *best])
-    returns = mean_returns(loads, trace_dir, caps, last, TRAINING_SEEDS, horizon_s)
+    returns = mean_returns(loads, trace_dir, caps, last, training_seeds, horizon_s)
     chosen = int(returns.argmax())
     return last[chosen], float(returns[chosen])
 
 
 def can_control_win(
-    name: str, trace_dir: Path | None, generations: int, seeds: Sequence[int]
+    name: str,
+    trace_dir: Path | None,
+    generations: int,
+    training_seeds: Sequence[int],
+    seeds: Sequence[int],
 ) -> dict[str, Any]:
     """Choose, tune, play and compare; what the file holds."""
     began = time.perf_counter()
     scenario = load_scenario(name)
     loads = Loads(scenario, trace_dir)
-    static = find_best_static(scenario, TRAINING_SEEDS, trace_dir)
-    feedback, feedback_return = tune(loads, trace_dir, static.caps, None, generations)
+    static = find_best_static(scenario, training_seeds, trace_dir)
+    feedback, feedback_return = tune(
+        loads, trace_dir, static.caps, None, generations, training_seeds
+    )
     clairvoyant, clairvoyant_return = tune(loads, trace_dir, static.caps, HORIZON_S, generations)
     policies = (
         StaticPolicy(static.caps, "static"),
@@ -341,7 +348,7 @@ def can_control_win(
     return {
         "scenario": name,
         "tenants": list(scenario.tenant_names),
-        "training_seeds": [TRAINING_SEEDS[0], TRAINING_SEEDS[-1]],
+        "training_seeds": [training_seeds[0], training_seeds[-1]],
         "search_seeds": [SEARCH_SEEDS[0], SEARCH_SEEDS[-1]],
         "evaluation_seeds": [seeds[0], seeds[-1]],
         "generations": generations,
@@ -400,7 +407,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("scenario", nargs="*", help="names of scenarios of the engine fidelity")
     parser.add_argument("--trace-dir", type=Path, help="folder of the trace files")
     parser.add_argument("--out", type=Path, default=OUT, help="folder to write to")
-    parser.add_argument("--generations", type=int, default=GENERATIONS)
+    parser.add_argument("--generations", type=int, default=GENERATIONS, help="of the search")
+    parser.add_argument(
+        "--training-seeds",
+        type=int,
+        default=len(TRAINING_SEEDS),
+        help="how many choose the static caps and, of what was found, the controller",
+    )
     parser.add_argument("--table", action="store_true", help="print the folder's results instead")
     options = parser.parse_args(arguments)
     if options.table:
@@ -408,9 +421,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if not options.scenario:
         parser.error("a scenario or --table is needed")
+    if not 1 <= options.training_seeds <= len(TRAINING_SEEDS) or options.generations < 1:
+        parser.error(
+            f"got --generations {options.generations}, --training-seeds {options.training_seeds}; "
+            f"accepted are at least 1, and 1 to {len(TRAINING_SEEDS)}"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.scenario:
-        found = can_control_win(name, options.trace_dir, options.generations, EVALUATION_SEEDS)
+        found = can_control_win(
+            name,
+            options.trace_dir,
+            options.generations,
+            TRAINING_SEEDS[: options.training_seeds],
+            EVALUATION_SEEDS,
+        )
         text = json.dumps(found, indent=1)
         (options.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
         for difference in found["differences"]:

@@ -161,3 +161,17 @@ def test_the_table_says_what_is_not_significant(bench: ModuleType, tmp_path: Pat
     assert lines[2] == "| `mine` (8/2) | static | 100 | 100 | 100 |"
     assert lines[3] == "| | feedback |" + " +5 [+4, +6] |" * 3
     assert lines[4] == "| | clairvoyant |" + " +0.5 [-0.5, +1.5] n.s. |" * 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["study", "--training-seeds", "0"], ["study", "--training-seeds", "21"],
+     ["study", "--generations", "0"]],
+)  # fmt: skip
+def test_arguments_are_refused_before_anything_runs(
+    bench: ModuleType, tmp_path: Path, arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench.main([*arguments, "--out", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    assert not (tmp_path / "out").exists()
