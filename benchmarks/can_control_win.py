@@ -336,7 +336,9 @@ def can_control_win(
     feedback, feedback_return = tune(
         loads, trace_dir, static.caps, None, generations, training_seeds
     )
-    clairvoyant, clairvoyant_return = tune(loads, trace_dir, static.caps, HORIZON_S, generations)
+    clairvoyant, clairvoyant_return = tune(
+        loads, trace_dir, static.caps, HORIZON_S, generations, training_seeds
+    )
     policies = (
         StaticPolicy(static.caps, "static"),
         RulePolicy("feedback", loads, static.caps, feedback),
