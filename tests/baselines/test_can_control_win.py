@@ -175,3 +175,28 @@ def test_arguments_are_refused_before_anything_runs(
         bench.main([*arguments, "--out", str(tmp_path / "out")])
     assert caught.value.code == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_the_whole_measurement_compares_with_the_static_caps_that_were_chosen(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = load_scenario("h200_long_context")
+    control = whole.control.model_copy(update={"episode_s": 300.0, "cap_max": 8})
+    tenants = tuple(t.model_copy(update={"cap_initial": 4}) for t in whole.tenants)
+    short = whole.model_copy(update={"control": control, "tenants": tenants})
+    monkeypatch.setattr(bench, "load_scenario", lambda name: short)
+    monkeypatch.setattr(bench, "EVALUATION_SEEDS", range(100, 104))
+    arguments = ["h200_long_context", "--generations", "2", "--training-seeds", "2"]
+    bench.main([*arguments, "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "h200_long_context.json").read_text(encoding="utf-8"))
+    assert found["training_seeds"] == [10_000, 10_001]
+    assert found["evaluation_seeds"] == [100, 103]
+    env = make_env(short)
+    caps = tuple(found["static"]["caps"])
+    alone = [play(env, StaticPolicy(caps), seed)[0].return_ for seed in range(100, 104)]
+    assert found["episodes"]["static"]["return_"] == pytest.approx(alone, rel=1e-4)
+    for policy in ("feedback", "clairvoyant"):
+        # never worse on the seeds of its choice: the static caps are among what it chooses from
+        assert found[policy]["training_return"] >= found["static"]["training_return"] - 1e-2
+        features = np.array(found[policy]["weights"]).shape
+        assert features == (2, len(found[policy]["features"]))
