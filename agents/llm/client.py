@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import openai
 
-from vllm_tenant_tuning.agents.llm.config import LLMConfig
+from vllm_tenant_tuning.agents.llm.config import NO_KEY, LLMConfig
 from vllm_tenant_tuning.agents.llm.failures import Failure
+
+KEY_REDACTED = "[api key]"
+
+
+class _KeyFilter(logging.Filter):
+    """Keeps keys out of the debug logs of the HTTP client, where endpoints may echo them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        for key in self.keys:
+            if key in message:
+                record.msg = message = message.replace(key, KEY_REDACTED)
+                record.args = ()
+        return True
+
+
+_KEY_FILTER = _KeyFilter()
 
 
 class TooLargeError(Exception):
@@ -48,17 +70,22 @@ class BoundedHTTPClient(openai.DefaultAsyncHttpxClient):
 
 
 def make_client(config: LLMConfig, key: str) -> openai.AsyncOpenAI:
-    """A client that asks once and never waits longer than it is told.
+    """A client that asks once and keeps the key out of its logs; deadlines are the caller's.
 
     Args:
         config: the endpoint and its limits.
         key: what is sent as the key.
     """
+    if key != NO_KEY:
+        _KEY_FILTER.keys.add(key)
+        for name in list(logging.root.manager.loggerDict):  # filters are not inherited
+            if name.startswith(("openai", "httpx", "httpcore")):
+                logging.getLogger(name).addFilter(_KEY_FILTER)
     return openai.AsyncOpenAI(
         api_key=key,
         base_url=config.base_url,
         max_retries=0,
-        timeout=None,  # every attempt has a deadline of its own
+        timeout=None,
         http_client=BoundedHTTPClient(config.max_response_bytes),
     )
 

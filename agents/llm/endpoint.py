@@ -14,8 +14,6 @@ from vllm_tenant_tuning.agents.llm.config import NO_KEY, LLMConfig, OutputForm
 from vllm_tenant_tuning.agents.llm.failures import Failure
 from vllm_tenant_tuning.agents.llm.transcript import Attempt
 
-KEY_REDACTED = "[api key]"
-
 CONNECTIONS_MARGIN_S = 5.0
 """How much longer than its limit an attempt is waited for, should its thread be held up."""
 
@@ -49,6 +47,7 @@ class Endpoint:
         thread.start()
         self._client = client.make_client(config, self._key or NO_KEY)
         self._classify = client.classify
+        self._redacted = client.KEY_REDACTED
         self._finalizer = weakref.finalize(self, _stop, self._loop, thread, self._client)
 
     def close(self) -> None:
@@ -95,7 +94,7 @@ class Endpoint:
             status, failure, body = self._classify(error)
         latency_s = min(time.perf_counter() - began, timeout_s)
         if self._key is not None:  # an endpoint may send it back
-            body = body.replace(self._key, KEY_REDACTED)
+            body = body.replace(self._key, self._redacted)
         return Attempt(form=form, status=status, failure=failure, body=body, latency_s=latency_s)
 
     async def _send(self, request: dict[str, Any], timeout_s: float) -> tuple[int, str]:

@@ -109,7 +109,7 @@ def transcript_path(folder: str | Path, scenario: str, seed: int) -> Path:
 def agent_folder(label: str) -> str:
     """A folder's name for an agent: its label, and a digest where that had to be changed."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", label).strip(".")
-    if plain != label:
+    if plain != label or len(plain) > 80:
         plain = f"{plain[:80]}-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
     return plain
 
