@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def thoughtful(exchange: Exchange) -> None:
     rows = re.findall(r'^\d+ "t(\d)" (\d+) (\d+) (\d+)', user, re.MULTILINE)[-2:]
     deltas = {f"t{tenant}": 1 if int(queued) > 1 else -1 for tenant, _, queued, _ in rows}
     content = json.dumps(deltas)
-    if hash(user) % 5 == 0 and "refused" not in user:
+    if zlib.crc32(user.encode()) % 5 == 0 and "refused" not in user:
         content = "hm"
     exchange.respond(completion(content, usage=(len(user), len(content))))
 
