@@ -23,6 +23,7 @@ POLICY_FORMS = {
     "differentiated": "the study's per-tenant rule on the backlog",
     "per_tenant_window_p99": "the naive signal, for each tenant alone",
     "coupled_backlog": "the differentiated signal, for all tenants together",
+    "llm:CONFIG": "an LLM: a packaged configuration or a YAML file; llm alone is llm:default",
     "model:PATH": "a trained model: the folder of a training run, or its model.zip",
 }
 """Every form that `make_policy` accepts, with what it means."""
@@ -32,8 +33,8 @@ def make_policy(text: str) -> Policy:
     """The policy that the text names, in one of `POLICY_FORMS`.
 
     Raises:
-        ValueError: an unknown policy, caps that are not whole numbers, or a model that cannot
-            be read.
+        ValueError: an unknown policy, caps that are not whole numbers, or a model or an LLM's
+            configuration that cannot be read.
     """
     if text in _RULES:
         return _RULES[text]()
@@ -49,4 +50,8 @@ def make_policy(text: str) -> Policy:
         from vllm_tenant_tuning.agents.rl import ModelPolicy
 
         return ModelPolicy(rest)
+    if kind == "llm":
+        from vllm_tenant_tuning.agents.llm import LLMPolicy
+
+        return LLMPolicy(text)
     raise ValueError(f"policy: got '{text}'; accepted are {', '.join(POLICY_FORMS)}")
