@@ -250,4 +250,5 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
             "caps": loop.caps[0].copy(),
             "clipped": loop.clipped[0].copy(),
             "reward_terms": dict(zip(REWARD_TERMS, loop.reward_terms[0].tolist())),  # noqa: B905,
+            **loop.backend.extra_info(0),
         }
