@@ -84,12 +84,15 @@ class FakeServer:
             return web.Response(status=404)
         return web.Response(text=self.metrics)
 
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/health", lambda _: web.Response())
+        app.router.add_get("/health", self._health)
         return app
 
 
@@ -107,7 +110,7 @@ def fake_server(port: int = 0) -> Iterator[FakeServer]:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024, reuse_address=True)
         await site.start()
-        server.url = "http://127.0.0.1:{}".format(runner.addresses[0][1])
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         ready.set()
 
     def run() -> None:
