@@ -62,9 +62,8 @@ def play(
         client = CompletionClient(server.url, "NO_KEY", 5.0, 30.0)
         records = RecordFile(folder / "requests.jsonl")
         (folder / EPISODE_FILE).write_text(json.dumps({"tenants": list(task.tenant_names)}))
-        load = Load(
-            task, requests, caps, client, "fake", Prompts(1, 100, 356), records, loop.time()
-        )
+        load = Load(task, requests, caps, client, "fake", Prompts(1, 100, 356), records)
+        load.begin(loop.time())
         try:
             return await then(load)
         finally:

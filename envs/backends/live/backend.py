@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 import subprocess
 import sys
@@ -47,7 +48,8 @@ class LiveBackend:
     """One live server (a `Backend`).
 
     The load runs in a process of its own, which ends with this one. A step returns by the wall
-    clock: interval k ends `k * control_interval_s` after the episode began.
+    clock: interval k ends `k * control_interval_s` after the first step was asked for, which is
+    when the episode's clock begins.
 
     Args:
         scenario: the task.
@@ -162,7 +164,7 @@ class LiveBackend:
 
     def extra_info(self, cluster: int) -> dict[str, Any]:
         """What only a live server can tell, as `live`."""
-        return {"live": self._report}
+        return {"live": copy.deepcopy(self._report)}
 
     def close(self) -> None:
         """End the load, then the server if it is our own."""

@@ -84,11 +84,15 @@ class TenantLoad:
         self.itl_at, self.itl = array("d"), array("d")
         self._before = dict(self.counts)
         self._request_s = 0.0
-        self._observed_s = asyncio.get_running_loop().time()
+        self._observed_s = 0.0
         self._row = np.zeros((), TENANT_DTYPE)
         for name in TENANT_DTYPE.names or ():
             if name.startswith(("latency_", "ttft_", "itl_")):
                 self._row[name] = math.nan
+
+    def begin(self, start_s: float) -> None:
+        """Let the first interval begin at `start_s`."""
+        self._observed_s = start_s
 
     def note_tokens(self, now_s: float, before_s: float, tokens: int, arrival_s: float) -> None:
         """Take a chunk of tokens of one request.
@@ -148,7 +152,6 @@ class Load:
         model: the served model's name.
         prompts: gives the token ids.
         records: takes a record of every request as it ends.
-        start_s: when the episode begins, of the loop's clock.
 
     Attributes:
         last_token_s: when the last token of any request came; -inf before the first.
@@ -170,7 +173,6 @@ class Load:
         model: str,
         prompts: Prompts,
         records: RecordFile,
-        start_s: float,
     ) -> None:
         self._scenario = scenario
         self._stream = stream
@@ -178,7 +180,7 @@ class Load:
         self._model = model
         self._prompts = prompts
         self._records = records
-        self._start_s = start_s
+        self._start_s = math.inf
         self._loop = asyncio.get_running_loop()
         self._by_priority = getattr(scenario.engine, "scheduling_policy", "fcfs") == "priority"
         self._tenant_of = stream.tenant
@@ -209,6 +211,13 @@ class Load:
         self._in_flight = 0
         self._lateness = array("d")
         self._lags = array("d")
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self, start_s: float) -> None:
+        """Let the episode begin at `start_s` of the loop's clock: requests arrive from then on."""
+        self._start_s = start_s
+        for load in self.tenants:
+            load.begin(start_s)
         self._tasks = [
             self._loop.create_task(self._arrivals()),
             self._loop.create_task(self._measure_lag()),

@@ -328,15 +328,14 @@ class Episode:
         self._loop = asyncio.get_running_loop()
         self._records = RecordFile(command.folder / REQUESTS_FILE)
         self._steps = RecordFile(command.folder / STEPS_FILE)
-        self._start_s = self._loop.time()
-        self._observed_s = self._start_s
+        self._start_s = self._observed_s = self._asked_s = math.inf
         self._step = 0
-        self._asked_s = self._start_s
         self._stopped = False
+        self._final: Observed | None = None
         self._fault = ""
         self._detail = ""
         self._faulty = asyncio.Event()
-        self._heard_s = self._start_s  # when the server last answered anything
+        self._heard_s = math.inf  # when the server last answered anything
         self._gpu_reading = GPUReading()
         self._energy_j = math.nan
         self._cluster = np.zeros((), CLUSTER_DTYPE)
@@ -350,16 +349,13 @@ class Episode:
             model,
             prompts,
             self._records,
-            self._start_s,
         )
-        self._tasks = [
-            self._loop.create_task(self._scrape_often()),
-            self._loop.create_task(self._watch()),
-        ]
+        self._tasks: list[asyncio.Task[None]] = []
 
     def first(self) -> Observed:
-        """The observation at time 0."""
-        return self._observe(self._start_s)
+        """The observation at time 0. Nothing arrives before the first interval is asked for."""
+        self._observed_s = now = self._loop.time()
+        return self._observe(now)
 
     def give_up(self, reason: str, detail: str) -> None:
         """End the episode as soon as it is observed; the first reason counts."""
@@ -371,9 +367,14 @@ class Episode:
     async def advance(self, caps: npt.NDArray[np.int64]) -> Observed:
         """Put caps in force, wait for the end of the control interval, observe.
 
-        The end is a deadline of the episode's clock: a slow agent shortens its own interval.
+        The end is a deadline of the episode's clock, which begins with the first interval: a
+        slow agent shortens its own interval.
         """
+        if self._final is not None:
+            return self._final
         control = self._scenario.control
+        if self._step == 0:
+            self._begin()
         self._step += 1
         deadline_s = self._start_s + self._step * control.control_interval_s
         began_s = self._loop.time()
@@ -391,6 +392,14 @@ class Episode:
         if self._fault or self._step >= control.n_steps:
             await self.stop()
         return observed
+
+    def _begin(self) -> None:
+        self._start_s = self._observed_s = self._heard_s = self._loop.time()
+        self.load.begin(self._start_s)
+        self._tasks = [
+            self._loop.create_task(self._scrape_often()),
+            self._loop.create_task(self._watch()),
+        ]
 
     async def stop(self) -> None:
         """End the episode: cancel what is in flight and close the records."""
@@ -484,6 +493,9 @@ class Episode:
                     "agent_timeout",
                     f"no step was asked for within {self._options.agent_timeout_s:g} s",
                 )
+                # the load must not go on, so what it is now is what the next step will see
+                self._step += 1
+                self._final = self._observe(now)
                 await self.stop()
                 return
 
