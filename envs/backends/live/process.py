@@ -470,14 +470,17 @@ class Episode:
         return observed
 
     async def _scrape_often(self) -> None:
-        period_s = self._options.scrape_interval_s
-        due_s = self._loop.time()
+        """Read the server's pages, the last of an interval just before its end."""
+        interval_s = self._scenario.control.control_interval_s
+        period_s = interval_s / math.ceil(interval_s / self._options.scrape_interval_s)
+        due_s = self._start_s + 0.9 * period_s
         while True:
+            await asyncio.sleep(max(0.0, due_s - self._loop.time()))
             if await scrape(self._client, self._metrics):
                 self._heard_s = self._loop.time()
             self._gpu_reading = await self._loop.run_in_executor(None, self._gpu.read)
-            due_s = max(due_s + period_s, self._loop.time())
-            await asyncio.sleep(due_s - self._loop.time())
+            while due_s <= self._loop.time():
+                due_s += period_s
 
     async def _watch(self) -> None:
         """Find out when the episode cannot go on."""
