@@ -82,8 +82,9 @@ def run_until_truncated(env: gym.Env, max_steps: int = 200) -> tuple[dict[str, A
     raise AssertionError("never truncated")
 
 
-def test_an_episode(server: FakeServer, tmp_path: Path) -> None:
-    env = make(server.url, tmp_path, task(episode_s=4.0))
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_episode(workers: int, server: FakeServer, tmp_path: Path) -> None:
+    env = make(server.url, tmp_path, task(episode_s=4.0), workers=workers)
     _, info = env.reset(seed=3)
     assert info["telemetry"].cluster["time_s"] == 0
     began_s = time.monotonic()

@@ -16,6 +16,7 @@ from vllm_tenant_tuning import Scenario, load_scenario
 from vllm_tenant_tuning.backends import Outcome
 from vllm_tenant_tuning.backends.live.client import CompletionClient
 from vllm_tenant_tuning.backends.live.load import Load, Prompts
+from vllm_tenant_tuning.backends.live.pool import WorkerPool
 from vllm_tenant_tuning.backends.live.records import (
     EPISODE_FILE,
     RecordFile,
@@ -23,6 +24,7 @@ from vllm_tenant_tuning.backends.live.records import (
     read_outcomes,
     read_requests,
 )
+from vllm_tenant_tuning.backends.live.wire import Server
 from vllm_tenant_tuning.telemetry import conservation_error
 from vllm_tenant_tuning.workload import RequestStream
 
@@ -54,12 +56,18 @@ def play(
     caps: list[int],
     folder: Path,
     then: Callable[[Load], Coroutine[Any, Any, Any]],
+    workers: int = 1,
 ) -> Any:
     """Play requests from now on, do `then`, stop."""
 
     async def main() -> Any:
         loop = asyncio.get_running_loop()
-        client = CompletionClient(server.url, "NO_KEY", 5.0, 30.0)
+        settings = (server.url, "NO_KEY", 5.0, 30.0)
+        client: CompletionClient | WorkerPool = (
+            CompletionClient(*settings)
+            if workers == 1
+            else await WorkerPool.start(Server(*settings), workers)
+        )
         records = RecordFile(folder / "requests.jsonl")
         (folder / EPISODE_FILE).write_text(json.dumps({"tenants": list(task.tenant_names)}))
         load = Load(task, requests, caps, client, "fake", Prompts(1, 100, 356), records)
@@ -91,6 +99,65 @@ def test_in_flight_at_the_server_is_exactly_the_cap(cap: int, tmp_path: Path) ->
     assert max(server.in_flight) == cap
     # full from the first moment to the last wave
     assert server.in_flight[:cap] == list(range(1, cap + 1))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_worker_processes_share_one_gate(workers: int, tmp_path: Path) -> None:
+    with fake_server() as server:
+        server.first_token_s, server.token_s = 0.3, 0.05
+        load = play(server, scenario(), stream([0.0] * 20), [7], tmp_path, all_ended, workers)
+    assert max(server.in_flight) == 7
+    outcomes = load.outcomes()
+    assert (outcomes.outcome == Outcome.COMPLETED).all()
+    assert (outcomes.ttft_s >= 0.3).all()
+    assert (outcomes.tpot_s > 0.04).all()
+    records = read_requests(tmp_path)
+    assert [record["usage_output_tokens"] for record in records] == [4] * 20
+    for record in records:
+        times, tokens = chunk_times_s(record)
+        assert sum(tokens) == 4
+        assert record["sent_s"] < times[0]
+        assert times[-1] == pytest.approx(record["finished_s"], abs=1e-5)
+    assert load.report(asyncio.new_event_loop().time())["event_loop_lag_max_s"] > 0
+
+
+def test_a_worker_that_dies_fails_its_requests_and_no_others(tmp_path: Path) -> None:
+    async def kill_one(load: Load) -> Load:
+        await asyncio.sleep(0.5)
+        worker = load._sender._workers[0]  # type: ignore[attr-defined]
+        worker._process.kill()
+        return await all_ended(load)
+
+    with fake_server() as server:
+        server.first_token_s = 1.5
+        load = play(
+            server,
+            scenario(),
+            stream(
+                [0.0] * 6,
+            ),
+            [4],
+            tmp_path,
+            kill_one,
+            2,
+        )
+    ends = [record["end"] for record in read_requests(tmp_path)]
+    assert sorted(ends) == ["completed"] * 4 + ["failed"] * 2
+    assert "sending process is gone" in load.last_error
+
+
+def test_stopping_with_workers_ends_streams_at_the_server(tmp_path: Path) -> None:
+    async def stop_early(load: Load) -> None:
+        await asyncio.sleep(0.8)
+        assert load.in_flight == 3
+
+    with fake_server() as server:
+        server.first_token_s = 60.0
+        play(server, scenario(), stream([0.0] * 5), [3], tmp_path, stop_early, 2)
+        asyncio.run(asyncio.sleep(0.5))
+        assert server._now_in_flight == 0
+    ends = [record["end"] for record in read_requests(tmp_path)]
+    assert ends == ["waiting"] * 2 + ["cut_off"] * 3
 
 
 def test_each_tenant_has_its_own_cap(tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ End = Literal["completed", "refused", "failed", "cut_off"]
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 
 
+OnTokens = Callable[[float, float, int], None]
+"""Called for every chunk with tokens: when it came, when the one before it came (NaN for the
+first), and how many tokens it has."""
+
+
 @dataclass(slots=True)
 class Completion:
     """A request and what came of it. Times are of `time.monotonic()`, NaN before they are known.
@@ -60,10 +65,16 @@ class Completion:
     chunk_s: array[float] = field(default_factory=lambda: array("d"))
     chunk_tokens: array[int] = field(default_factory=lambda: array("l"))
 
-
-OnTokens = Callable[[float, float, int], None]
-"""Called for every chunk with tokens: when it came, when the one before it came (NaN for the
-first), and how many tokens it has."""
+    def add_chunk(self, now_s: float, tokens: int, on_tokens: OnTokens | None) -> None:
+        """Take a chunk with tokens that came at `now_s`, and tell `on_tokens`."""
+        self.tokens += tokens
+        self.chunk_s.append(now_s)
+        self.chunk_tokens.append(tokens)
+        if len(self.chunk_s) == 1:
+            self.first_token_s = now_s
+        if on_tokens is not None:
+            on_tokens(now_s, self.last_token_s, tokens)
+        self.last_token_s = now_s
 
 
 class BrokenStreamError(Exception):
@@ -150,6 +161,10 @@ class CompletionClient:
             completion.end = "failed"
             completion.error = self._clean(f"{type(error).__name__}: {error}")
 
+    def take_lags(self) -> list[float]:
+        """Lags of other event loops than the caller's: there is none."""
+        return []
+
     async def get(self, path: str, timeout_s: float) -> tuple[int, str]:
         """Get a page of the server: status and text.
 
@@ -229,14 +244,7 @@ async def _read_stream(
                 raise BrokenStreamError(f"got {event[:80]!r}, no event of a completion")
         new = tokens - completion.tokens
         if new > 0:
-            completion.tokens = tokens
-            completion.chunk_s.append(now)
-            completion.chunk_tokens.append(new)
-            if len(completion.chunk_s) == 1:
-                completion.first_token_s = now
-            if on_tokens is not None:
-                on_tokens(now, completion.last_token_s, new)
-            completion.last_token_s = now
+            completion.add_chunk(now, new, on_tokens)
     if not done:
         raise BrokenStreamError(f"the stream ended after {completion.tokens} tokens")
     if completion.tokens == 0:

@@ -36,6 +36,9 @@ class Sender(Protocol):
     ) -> None:
         """Send one completion (see `CompletionClient.complete`)."""
 
+    def take_lags(self) -> list[float]:
+        """How late the event loops of its own processes woke up, since the last call; seconds."""
+
 
 class Prompts:
     """Random prompts, other ones in every episode, so that no prefix is met again.
@@ -245,10 +248,11 @@ class Load:
     def report(self, now_s: float) -> dict[str, Any]:
         """How well the load itself was delivered, since the start of the episode.
 
-        The lags are those of the interval since the last report.
+        The lags, of the load process and of all sending processes, are those of the interval
+        since the last report.
         """
         lateness = np.array(self._lateness)
-        lags = np.array(self._lags)
+        lags = np.array([*self._lags, *self._sender.take_lags()])
         del self._lags[:]
         scheduled = int(np.searchsorted(self._due_s, now_s - self._start_s, side="right"))
         p99_s = float(np.quantile(lateness, 0.99)) if lateness.size else 0.0

@@ -28,7 +28,8 @@ class LiveOptions(Model):
     `prompt_token_ids`: prompts are random token ids from `[low, high)`.
     `salt`: of the prompts (none: another one in every run; it is recorded).
     `warmup_requests`: sent and forgotten before the first episode.
-    `workers`: processes that send and receive; more than one where a core is not enough.
+    `workers`: processes that send and receive. One does so beside gate and telemetry in the load
+    process; more of them leave only those to it (a core takes about 20 thousand tokens a second).
     `scrape_interval_s`: how often `/metrics` and NVML are read.
     `gpu_index`: the GPU that NVML reads (none: GPU 0 for a server on this machine, else no GPU).
     `connect_timeout_s`, `read_timeout_s`: a connection not accepted, a stream silent for so long,

@@ -17,6 +17,7 @@ import math
 import signal
 import sys
 import traceback
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,12 +45,14 @@ from vllm_tenant_tuning.backends.live.metrics import (
     parse_metrics,
 )
 from vllm_tenant_tuning.backends.live.options import LiveOptions
+from vllm_tenant_tuning.backends.live.pool import WorkerPool
 from vllm_tenant_tuning.backends.live.records import (
     EPISODE_FILE,
     REQUESTS_FILE,
     STEPS_FILE,
     RecordFile,
 )
+from vllm_tenant_tuning.backends.live.wire import Server
 from vllm_tenant_tuning.scenario import Scenario
 from vllm_tenant_tuning.telemetry import CLUSTER_DTYPE, Telemetry
 from vllm_tenant_tuning.workload import RequestStream
@@ -85,6 +88,7 @@ class LoadProcess:
         self._gpu = GPUMonitor(gpu_index)
         self._url = ""
         self._client: CompletionClient | None = None
+        self._pool: WorkerPool | None = None
         self._episode: Episode | None = None
 
     async def run(self, command: Any) -> Any:
@@ -111,8 +115,7 @@ class LoadProcess:
     async def close(self) -> None:
         """End the episode and close all connections."""
         await self._stop()
-        if self._client is not None:
-            await self._client.close()
+        await self._disconnect()
         self._gpu.close()
 
     async def _stop(self) -> None:
@@ -124,15 +127,7 @@ class LoadProcess:
         self._episode = None
         options, scenario = self._options, self._scenario
         if command.url != self._url:
-            if self._client is not None:
-                await self._client.close()
-            self._client = CompletionClient(
-                command.url,
-                options.api_key_env,
-                options.connect_timeout_s,
-                options.read_timeout_s,
-            )
-            self._url = command.url
+            await self._connect(command.url)
         assert self._client is not None
         client = self._client
         until_s = self._loop.time() + options.reset_timeout_s
@@ -170,9 +165,35 @@ class LoadProcess:
         gc.collect()
         gc.freeze()  # what is here stays: no long collection during the episode
         self._episode = Episode(
-            scenario, options, command, client, client, model, prompts, metrics, self._gpu, server
+            scenario,
+            options,
+            command,
+            client,
+            self._pool or client,
+            model,
+            prompts,
+            metrics,
+            self._gpu,
+            server,
         )
         return self._episode.first()
+
+    async def _connect(self, url: str) -> None:
+        await self._disconnect()
+        options = self._options
+        server = Server(url, options.api_key_env, options.connect_timeout_s, options.read_timeout_s)
+        self._client = CompletionClient(**asdict(server))
+        if options.workers > 1:
+            self._pool = await WorkerPool.start(server, options.workers)
+        self._url = url
+
+    async def _disconnect(self) -> None:
+        if self._pool is not None:
+            await self._pool.close()
+        if self._client is not None:
+            await self._client.close()
+        self._pool = self._client = None
+        self._url = ""
 
     async def _find_model(self, client: CompletionClient, until_s: float) -> tuple[str, int | None]:
         """The served model's name and its longest context, once the server answers."""
