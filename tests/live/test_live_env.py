@@ -92,7 +92,7 @@ def test_an_episode(workers: int, server: FakeServer, tmp_path: Path) -> None:
     assert (info["truncation_reason"], steps) == ("time_limit", 8)
     assert time.monotonic() - began_s > 4.0  # paced by the wall clock
     live = info["live"]
-    assert (live["fault"], live["invalid"]) == ("", [])
+    assert live["fault"] == ""
     outcomes = env.unwrapped.outcomes()
     env.close()
 
@@ -113,20 +113,22 @@ def test_an_episode(workers: int, server: FakeServer, tmp_path: Path) -> None:
 
 
 def test_a_slow_agent_shortens_its_own_interval(server: FakeServer, tmp_path: Path) -> None:
-    env = make(server.url, tmp_path, task(episode_s=4.0))
+    env = make(server.url, tmp_path, task(episode_s=6.0, interval_s=1.5))
     env.reset(seed=0)
     env.step(HOLD)
-    began_s = time.monotonic()
     time.sleep(0.3)
     *_, info = env.step(HOLD)
     assert info["live"]["agent_s"] >= 0.3
     assert info["live"]["overrun_s"] == 0
-    time.sleep(0.8)
+    time.sleep(2.0)
     *_, info = env.step(HOLD)  # its deadline has passed: it returns at once
-    assert info["live"]["overrun_s"] == pytest.approx(0.3, abs=0.25)
-    assert info["telemetry"].cluster["time_s"] == 1.5
-    run_until_truncated(env)
-    assert time.monotonic() - began_s < 4.0 + 2.0  # the episode is not longer for it
+    assert info["live"]["overrun_s"] >= 0.5
+    assert info["live"]["agent_s"] >= 2.0
+    assert info["telemetry"].cluster["time_s"] == 4.5
+    late_s = info["live"]["overrun_s"]
+    *_, truncated, info = env.step(HOLD)  # the episode is not longer for it
+    assert truncated
+    assert info["live"]["interval_s"] <= 1.5 - late_s + 0.5
     env.close()
 
 

@@ -214,6 +214,24 @@ def test_latency_counts_from_arrival_at_the_gate(tmp_path: Path) -> None:
     assert (np.diff(outcomes.ttft_s) >= 0.2).all()
 
 
+def test_conservation_holds_at_any_moment(tmp_path: Path) -> None:
+    """Also between the end of a request and the turn in which the gate learns of it."""
+
+    async def observe_often(load: Load) -> int:
+        loop = asyncio.get_running_loop()
+        turns = 0
+        while load.delivered < 200 or load.in_flight:
+            await asyncio.sleep(0)
+            turns += 1
+            assert conservation_error(load.observe(loop.time())).tolist() == [0.0]
+        return turns
+
+    with fake_server() as server:
+        arrivals_s = np.linspace(0, 1, 200).tolist()
+        turns = play(server, scenario(), stream(arrivals_s), [9], tmp_path, observe_often)
+    assert turns > 200
+
+
 def test_patience_full_queue_failure_and_refusal(tmp_path: Path) -> None:
     async def observe(load: Load) -> Any:
         await asyncio.sleep(0.6)

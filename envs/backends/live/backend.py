@@ -35,6 +35,9 @@ from vllm_tenant_tuning.workload import RequestStream
 ANSWER_MARGIN_S = 10.0
 """How much longer than it should take the load process is waited for."""
 
+LAUNCH_TIMEOUT_S = 60.0
+"""How long the load's own processes may take to start; seconds, on a machine that is not busy."""
+
 POLL_S = 0.1
 LOG_FILE = "server.log"
 LOAD_LOG_FILE = "load.log"
@@ -124,7 +127,7 @@ class LiveBackend:
             folder=folder,
             note=note,
         )
-        answer = self._ask(start, options.reset_timeout_s + ANSWER_MARGIN_S)
+        answer = self._ask(start, options.reset_timeout_s + LAUNCH_TIMEOUT_S)
         if not isinstance(answer, Observed):
             raise LiveError(answer.message if isinstance(answer, Refused) else self._detail)
         self._warm_starts = starts
@@ -183,6 +186,9 @@ class LiveBackend:
         """Start the load process.
 
         Not with multiprocessing: that would import or copy the agent's main module.
+
+        Raises:
+            LiveError: it does not start.
         """
         self._end_load()
         ours, theirs = Pipe()
@@ -202,7 +208,18 @@ class LiveBackend:
         theirs.close()
         self._connection = ours
         self._end = weakref.finalize(self, _end_process, self._process, ours)
-        ours.send((self._scenario, self._options))
+        try:
+            ours.send((self._scenario, self._options))
+            started = ours.poll(LAUNCH_TIMEOUT_S)
+            if started:
+                ours.recv()
+        except (EOFError, OSError):
+            started = False
+        if not started:
+            self._end_load()
+            raise LiveError(
+                f"the load process did not start; its log: {self.out_dir / LOAD_LOG_FILE}"
+            )
 
     def _end_load(self) -> None:
         if self._end is not None:

@@ -47,7 +47,7 @@ class Completion:
         error: why it was refused or failed; empty otherwise.
         sent_s: when the request was handed to the connection.
         first_token_s, last_token_s: when the first and the last chunk with tokens came.
-        answered: whether the server sent any answer.
+        answered_s: when the server's answer began.
         tokens: generated, by the server's usage.
         prompt_tokens: of the prompt, by the server's usage.
         chunk_s: when each chunk with tokens came.
@@ -59,7 +59,7 @@ class Completion:
     sent_s: float = math.nan
     first_token_s: float = math.nan
     last_token_s: float = math.nan
-    answered: bool = False
+    answered_s: float = math.nan
     tokens: int = 0
     prompt_tokens: int = 0
     chunk_s: array[float] = field(default_factory=lambda: array("d"))
@@ -148,7 +148,7 @@ class CompletionClient:
                 allow_redirects=False,
                 trace_request_ctx=completion,
             ) as response:
-                completion.answered = True
+                completion.answered_s = time.monotonic()
                 if response.status != 200:
                     completion.end = "refused" if response.status in (429, 503) else "failed"
                     text = await response.content.read(4096)

@@ -116,7 +116,10 @@ class TenantLoad:
     def observe(self, now_s: float, window_s: float) -> npt.NDArray[np.void]:
         """What the interval that ends at `now_s` showed: a record of `TENANT_DTYPE`."""
         row, gate = self._row, self.gate
-        row["cap"], row["queued"], row["in_flight"] = gate.cap, gate.queued, gate.in_flight
+        row["cap"], row["queued"] = gate.cap, gate.queued
+        # not the gate's: that learns of an end one turn of the event loop later
+        ended = self.counts["completed"] + self.counts["failed"]
+        row["in_flight"] = self.counts["admitted"] - ended
         for name, count in self.counts.items():
             row[name] = count - self._before[name]
         for name in ("arrived", "completed", "dropped", "failed"):
@@ -158,12 +161,12 @@ class Load:
 
     Attributes:
         last_token_s: when the last token of any request came; -inf before the first.
+        heard_s: when the server last answered a request, be it with an error; likewise.
         quiet_since_s: when something was last heard of the requests in flight, or the first of
             them sent; inf while none is in flight.
         failures: requests refused or failed since the last token.
         failing_since_s: when the first of those failed; inf without one.
         last_error: of the last request that failed.
-        answered: whether the server answered the last request that failed.
         generated_tokens: received since the start of the episode.
     """
 
@@ -203,12 +206,11 @@ class Load:
             TenantLoad(tenant, self._gate(tenant, int(cap)))
             for tenant, cap in zip(scenario.tenants, caps, strict=True)
         ]
-        self.last_token_s = -math.inf
+        self.last_token_s = self.heard_s = -math.inf
         self.quiet_since_s = math.inf
         self.failures = 0
         self.failing_since_s = math.inf
         self.last_error = ""
-        self.answered = False
         self.generated_tokens = 0
         self.delivered = 0
         self._in_flight = 0
@@ -350,7 +352,7 @@ class Load:
         arrival_s = self._start_s + float(self._stream.arrival_s[request])
 
         def on_tokens(now_s: float, before_s: float, tokens: int) -> None:
-            self.last_token_s = self.quiet_since_s = now_s
+            self.last_token_s = self.heard_s = self.quiet_since_s = now_s
             self.failures, self.failing_since_s = 0, math.inf
             self.generated_tokens += tokens
             load.note_tokens(now_s, before_s, tokens, arrival_s)
@@ -367,6 +369,8 @@ class Load:
 
     def _ended(self, request: int, load: TenantLoad, completion: Completion) -> None:
         now = self._loop.time()
+        if completion.answered_s > self.heard_s:
+            self.heard_s = completion.answered_s
         end_s = completion.last_token_s if completion.end == "completed" else now
         self._first_token_s[request] = completion.first_token_s - self._start_s
         if completion.end == "completed":
@@ -384,7 +388,7 @@ class Load:
             load.counts["failed"] += 1
             self.failures += 1
             self.failing_since_s = min(self.failing_since_s, now)
-            self.last_error, self.answered = completion.error, completion.answered
+            self.last_error = completion.error
         self._record(request, completion.end, end_s, completion)
 
     def _is_good(self, request: int, tenant: Tenant) -> bool:

@@ -176,6 +176,6 @@ def _finish(completion: Completion, ended: Ended) -> None:
     completion.end = ended.end
     completion.error = ended.error
     completion.sent_s = ended.sent_s
-    completion.answered = ended.answered
+    completion.answered_s = ended.answered_s
     completion.tokens = ended.tokens
     completion.prompt_tokens = ended.prompt_tokens

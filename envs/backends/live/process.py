@@ -525,7 +525,7 @@ class Episode:
 
     def _find_fault(self, now: float) -> tuple[str, str] | None:
         options, load, metrics = self._options, self.load, self._metrics
-        heard_s = max(self._heard_s, load.last_token_s)
+        heard_s = max(self._heard_s, load.heard_s)
         if now - heard_s > options.failure_timeout_s:
             problem = metrics.problem or load.last_error
             hung = "no answer" in problem or not problem
@@ -604,6 +604,7 @@ async def serve(connection: Connection) -> None:
     scenario, options = connection.recv()
     process = LoadProcess(scenario, options)
     answering = loop.create_task(answer())
+    connection.send(None)  # ready
     loop.add_reader(connection.fileno(), receive)
     try:
         await answering

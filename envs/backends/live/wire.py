@@ -49,7 +49,7 @@ class Ended:
     end: End
     error: str
     sent_s: float
-    answered: bool
+    answered_s: float
     tokens: int
     prompt_tokens: int
 

@@ -92,7 +92,7 @@ class Worker:
                     end=completion.end,
                     error=completion.error,
                     sent_s=completion.sent_s,
-                    answered=completion.answered,
+                    answered_s=completion.answered_s,
                     tokens=completion.tokens,
                     prompt_tokens=completion.prompt_tokens,
                 )
