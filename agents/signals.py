@@ -19,7 +19,8 @@ its output tokens, or `itl`, the median inter-token latency."""
 
 def reading(values: npt.ArrayLike) -> Floats:
     """Readings with 0 for those that are not available, (n_tenants,) float64."""
-    return np.nan_to_num(np.asarray(values, np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    array = np.asarray(values, np.float64)
+    return np.where(np.isfinite(array), array, 0.0)
 
 
 def slo_ratio(tenants: npt.NDArray[np.void], scenario: Scenario) -> Floats:
