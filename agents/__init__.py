@@ -1,6 +1,6 @@
 """Policies: what sets the caps, behind one protocol."""
 
-from vllm_tenant_tuning.agents.policy import Policy, as_action
+from vllm_tenant_tuning.agents.policy import Policy, TranscribedPolicy, as_action
 from vllm_tenant_tuning.agents.registry import POLICY_FORMS, make_policy
 from vllm_tenant_tuning.agents.static import StaticPolicy
 from vllm_tenant_tuning.agents.threshold import (
@@ -16,6 +16,7 @@ __all__ = [
     "BacklogThresholds",
     "Policy",
     "StaticPolicy",
+    "TranscribedPolicy",
     "WindowP99Policy",
     "WindowP99Thresholds",
     "as_action",

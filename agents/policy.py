@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,26 @@ class Policy(Protocol):
         Returns:
             (n_tenants,) int64, 0 to `2 * max_delta`; `max_delta` holds the cap.
         """
+
+
+@runtime_checkable
+class TranscribedPolicy(Policy, Protocol):
+    """A policy whose decisions come from elsewhere, cost time and money, and are kept."""
+
+    def record_to(self, folder: str | Path) -> None:
+        """Keep the transcripts of the episodes to come in a folder."""
+
+    def replay_from(self, folder: str | Path) -> None:
+        """Take the decisions from such a folder."""
+
+    def run_in_real_time(self) -> None:
+        """Let decisions take effect by the wall clock."""
+
+    def decision_summary(self) -> dict[str, Any]:
+        """What the last episode's decisions came to: the fields of a `DecisionRecord`."""
+
+    def close(self) -> None:
+        """Release connections and files."""
 
 
 def as_action(deltas: Any, scenario: Scenario) -> npt.NDArray[np.int64]:

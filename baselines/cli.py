@@ -36,6 +36,21 @@ RAY_HELP: Final = (
 )
 
 
+LLM_OPTIONS: Final[dict[str, tuple[str, type, str, str]]] = {
+    "--base-url": ("base_url", str, "URL", "of an OpenAI-compatible API, such as http://HOST/v1"),
+    "--model": ("model", str, "NAME", "that the endpoint knows"),
+    "--api-key-env": ("api_key_env", str, "VAR", "environment variable that holds the key"),
+    "--timeout-s": ("timeout_s", float, "S", "of a decision (default: the control interval)"),
+    "--decision-latency-s": (
+        "decision_latency_s",
+        float,
+        "S",
+        "what a decision costs in simulation (default: measured)",
+    ),
+}
+"""What `evaluate` can set of an LLM's configuration: key, type, placeholder, meaning."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -97,6 +112,19 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--ray", metavar="ADDRESS", help=RAY_HELP)
     evaluate.add_argument(
         "--reference", metavar="POLICY", help="compared with (default: best static, or the first)"
+    )
+    llm = evaluate.add_argument_group("LLMs", "set keys of every llm policy's configuration")
+    for option, (_, kind, metavar, meaning) in LLM_OPTIONS.items():
+        llm.add_argument(option, type=kind, metavar=metavar, help=meaning)
+    llm.add_argument(
+        "--price-per-million",
+        type=float,
+        nargs=2,
+        metavar=("PROMPT", "COMPLETION"),
+        help="USD for a million tokens of each",
+    )
+    llm.add_argument(
+        "--replay", metavar="DIR", help="answers from the --out of an earlier run, no network"
     )
     evaluate.set_defaults(run=_evaluate)
 
@@ -192,7 +220,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         raise ValueError("--workers: accepted are processes of this machine, without --ray")
     policies = options.policies.split(",") if options.policies else list(RULE_POLICIES)
     compare(
-        policies,
+        _with_llm_options(policies, options),
         load_scenario(options.scenario),
         parse_seeds(options.seeds),
         Path(options.out),
@@ -202,6 +230,28 @@ def _evaluate(options: argparse.Namespace) -> int:
         cluster=None if options.ray is None else RayCluster(options.ray),
     )
     return 0
+
+
+def _with_llm_options(policies: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """The policies' texts, those of LLMs with the options of the command line."""
+    given = {
+        key: getattr(options, option[2:].replace("-", "_"))
+        for option, (key, *_) in LLM_OPTIONS.items()
+    }
+    if options.price_per_million is not None:
+        prompt, completion = options.price_per_million
+        given["price_per_million_prompt_tokens_usd"] = prompt
+        given["price_per_million_completion_tokens_usd"] = completion
+    if all(value is None for value in given.values()) and options.replay is None:
+        return list(policies)
+    if not any(text.partition(":")[0] == "llm" for text in policies):
+        raise ValueError("policies: options of LLMs are given, and none of the policies is 'llm'")
+    from vllm_tenant_tuning.baselines.evaluate import llm_text
+
+    return [
+        llm_text(text, given, options.replay) if text.partition(":")[0] == "llm" else text
+        for text in policies
+    ]
 
 
 def _study(options: argparse.Namespace) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +22,7 @@ from rich.table import Table
 
 from vllm_tenant_tuning.baselines.distributed import RayCluster
 from vllm_tenant_tuning.baselines.evaluate import Contender, evaluate, resolve, trajectories
+from vllm_tenant_tuning.baselines.records import DecisionRecord, EpisodeRecord
 from vllm_tenant_tuning.baselines.report import rich_table, write_report
 from vllm_tenant_tuning.baselines.statistics import Summary
 from vllm_tenant_tuning.baselines.study import ABLATION, METRICS, PUBLISHED
@@ -96,13 +99,58 @@ def compare(
         scenario,
         records,
         named[chosen],
-        trajectories(contenders, scenario, seeds[0], trace_dir),
+        trajectories(contenders, scenario, seeds[0], trace_dir, out_dir),
         title=f"{scenario.name}: {len(contenders)} policies, {len(seeds)} seeds",
         learning_curve=learning_curve,
     )
     console.print(rich_table(summary))
+    if any(record.decisions for record in records):
+        console.print(decisions_table(records))
     console.print(f"report: {out_dir / 'report.html'}")
     return summary
+
+
+def decisions_table(records: Sequence[EpisodeRecord]) -> Table:
+    """What the decisions of each LLM among the policies came to, over all of its episodes.
+
+    Seconds are of a decision: the median over episodes of their medians, and the longest.
+    """
+    table = Table(title="Decisions of the LLMs, all episodes together")
+    columns = (
+        "policy",
+        "decisions",
+        "held",
+        "failures",
+        "tokens in + out",
+        "USD",
+        "s, median",
+        "s, longest",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("policy", "failures") else "right")
+    by_policy: dict[str, list[DecisionRecord]] = {}
+    for record in records:
+        if record.decisions is not None:
+            by_policy.setdefault(record.policy, []).append(record.decisions)
+    for policy, decisions in by_policy.items():
+        failures: Counter[str] = Counter()
+        for one in decisions:
+            failures.update(one.failures)
+        costs = [one.cost_usd for one in decisions if one.cost_usd is not None]
+        medians_s = [one.latency_p50_s for one in decisions if one.latency_p50_s is not None]
+        longest_s = [one.latency_max_s for one in decisions if one.latency_max_s is not None]
+        table.add_row(
+            policy,
+            str(sum(one.decisions for one in decisions)),
+            str(sum(one.held for one in decisions)),
+            ", ".join(f"{kind} {count}" for kind, count in failures.most_common()) or "none",
+            f"{sum(one.prompt_tokens for one in decisions):,} + "
+            f"{sum(one.completion_tokens for one in decisions):,}",
+            f"{sum(costs):.4f}" if costs else "-",
+            f"{median(medians_s):.3f}" if medians_s else "-",
+            f"{max(longest_s):.3f}" if longest_s else "-",
+        )
+    return table
 
 
 def study_tables(result: dict[str, Any]) -> None:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from joblib import Parallel, delayed
 
 import vllm_tenant_tuning  # noqa: F401  (registers the environment)
-from vllm_tenant_tuning.agents import Policy, make_policy
+from vllm_tenant_tuning.agents import Policy, TranscribedPolicy, make_policy
+from vllm_tenant_tuning.agents.llm import agent_content, agent_folder, agent_text, load_agent
 from vllm_tenant_tuning.agents.rl import MODEL_FILE, NORMALIZATION_FILE, RUN_CONFIG_FILE
 from vllm_tenant_tuning.backends import RequestOutcomes
 from vllm_tenant_tuning.baselines.best_static import find_best_static
@@ -49,6 +50,8 @@ RULE_POLICIES = (
 
 EPISODES_FILE = "episodes.jsonl"
 
+TRANSCRIPTS_FOLDER = "transcripts"
+
 SEEDS_PER_TASK = 5
 
 
@@ -63,6 +66,11 @@ class Contender:
 
     label: str
     text: str
+
+    @property
+    def is_llm(self) -> bool:
+        """Whether its decisions come from a language model."""
+        return self.text.partition(":")[0] == "llm"
 
 
 Trajectory = dict[str, npt.NDArray[np.float64]]
@@ -112,6 +120,11 @@ def evaluate(
     labels = [contender.label for contender in contenders]
     if len(set(labels)) != len(labels):
         raise ValueError(f"policies: names must differ, got {', '.join(labels)}")
+    if cluster is not None and any(contender.is_llm for contender in contenders):
+        raise ValueError(
+            "cluster: got an LLM agent; accepted are policies without transcripts, which a cluster "
+            "would leave on its machines"
+        )
     make_env(task, backend, trace_dir).close()
 
     path = Path(out_dir) / EPISODES_FILE
@@ -125,14 +138,13 @@ def evaluate(
             for seed in seeds
             if (task.name, digests[contender.label], contender.label, seed) not in known
         ]
-        tasks += [
-            (contender, missing[i : i + SEEDS_PER_TASK])
-            for i in range(0, len(missing), SEEDS_PER_TASK)
-        ]
+        # an LLM's episode is long, and waits for the network rather than for a core
+        n_seeds = 1 if contender.is_llm else SEEDS_PER_TASK
+        tasks += [(contender, missing[i : i + n_seeds]) for i in range(0, len(missing), n_seeds)]
     total = len(contenders) * len(seeds)
     done = total - sum(len(chunk) for _, chunk in tasks)
     arguments = [
-        (task, backend, trace_dir, contender, digests[contender.label], chunk)
+        (task, backend, trace_dir, contender, digests[contender.label], chunk, Path(out_dir))
         for contender, chunk in tasks
     ]
     if cluster is None:
@@ -193,6 +205,8 @@ def digest(scenario: Scenario, policy_text: str, trace_dir: str | Path | None) -
         model = Path(policy_text.removeprefix("model:"))
         file = model / "model.zip" if model.is_dir() else model
         content.update(file.read_bytes())
+    if policy_text.partition(":")[0] == "llm":
+        content.update(agent_content(policy_text))
     return content.hexdigest()[:12]
 
 
@@ -242,6 +256,7 @@ def play(
         cap_changes,
         str(info["truncation_reason"]),
         wall_s,
+        policy.decision_summary() if isinstance(policy, TranscribedPolicy) else None,
     )
     trajectory = {
         "time_s": np.array([float(telemetry.cluster["time_s"]) for telemetry in seen]),
@@ -256,12 +271,48 @@ def trajectories(
     scenario: Scenario,
     seed: int,
     trace_dir: str | Path | None = None,
+    out_dir: str | Path = ".",
 ) -> dict[str, Trajectory]:
-    """The episode of one seed under each contender."""
+    """The episode of one seed under each contender.
+
+    Args:
+        contenders: who plays.
+        scenario: the task.
+        seed: of the episode.
+        trace_dir: the folder of the trace files.
+        out_dir: where `evaluate` has kept the transcripts of LLMs; they are replayed.
+    """
     env = make_env(scenario, trace_dir=trace_dir)
-    shown = {c.label: play(env, make_policy(c.text), seed)[1] for c in contenders}
+    shown = {}
+    for contender in contenders:
+        policy = make_policy(contender.text)
+        if isinstance(policy, TranscribedPolicy):
+            policy.replay_from(_transcripts(Path(out_dir), contender))
+        shown[contender.label] = play(env, policy, seed)[1]
     env.close()
     return shown
+
+
+def llm_text(text: str, options: Mapping[str, Any], replay: str | Path | None) -> str:
+    """The text of an LLM as a policy, with keys of its configuration set.
+
+    Args:
+        text: in the form `llm:CONFIG`.
+        options: by the configuration's keys; None is left out.
+        replay: the `out_dir` of an earlier evaluation to take the answers from.
+
+    Raises:
+        ValueError: a configuration that is refused.
+    """
+    if replay is None:
+        return agent_text(text, options)
+    label = load_agent(agent_text(text, {**options, "replay": replay})).config.label
+    folder = _transcripts(Path(replay), Contender(label, text))
+    return agent_text(text, {**options, "replay": folder})
+
+
+def _transcripts(out_dir: Path, contender: Contender) -> Path:
+    return out_dir / TRANSCRIPTS_FOLDER / agent_folder(contender.label)
 
 
 def _record(
@@ -276,6 +327,7 @@ def _record(
     cap_changes: int,
     truncation: str,
     wall_s: float,
+    decisions: dict[str, Any] | None,
 ) -> EpisodeRecord:
     last = tenants[-1]
     episode_s = float(cluster["time_s"][-1])
@@ -319,6 +371,7 @@ def _record(
             "jain_fairness": _jain(last["completed_total"], last["arrived_total"]),
             "wall_s": wall_s,
             **token_measures(scenario, cluster, outcomes, episode_s, float(good.sum())),
+            "decisions": decisions,
             "tenants": by_tenant,
         }
     )
@@ -350,9 +403,13 @@ def _run_all(
 
 
 def _run_task(argument: Any) -> list[EpisodeRecord]:
-    scenario, backend, trace_dir, contender, known_digest, seeds = argument
+    scenario, backend, trace_dir, contender, known_digest, seeds, out_dir = argument
     env = make_env(scenario, backend, trace_dir)
     policy = make_policy(contender.text)
+    if isinstance(policy, TranscribedPolicy):
+        policy.record_to(_transcripts(out_dir, contender))
+        if backend != "sim":
+            policy.run_in_real_time()
     records = []
     for seed in seeds:
         record, _ = play(env, policy, seed)
@@ -362,6 +419,8 @@ def _run_task(argument: Any) -> list[EpisodeRecord]:
             "backend": backend,
         }
         records.append(record.model_copy(update=update))
+    if isinstance(policy, TranscribedPolicy):
+        policy.close()
     env.close()
     return records
 
@@ -399,11 +458,13 @@ def _model_files(policy_text: str) -> Files:
 
 def _run_sent(argument: Any, traces: Files, model: Files) -> list[EpisodeRecord]:
     """`_run_task` on a worker."""
-    scenario, backend, _, contender, known_digest, seeds = argument
+    scenario, backend, _, contender, known_digest, seeds, _ = argument
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         traces.write(folder / "traces")
         if model.content:
             model.write(folder / "model")
             contender = replace(contender, text=f"model:{folder / 'model'}")
-        return _run_task((scenario, backend, folder / "traces", contender, known_digest, seeds))
+        return _run_task(
+            (scenario, backend, folder / "traces", contender, known_digest, seeds, folder)
+        )

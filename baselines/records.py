@@ -49,6 +49,42 @@ class TenantRecord(BaseModel):
     tpot_p99_s: float | None = None
 
 
+class DecisionRecord(BaseModel):
+    """What the decisions of an episode came to, for a policy that asks a model elsewhere.
+
+    Attributes:
+        model: who was asked.
+        decisions: asked for; answered: with a valid answer; held: without one, all caps held;
+            applied: answered, and arrived before the episode's end.
+        attempts: requests sent; retries: those that were not a decision's first.
+        failures: refused attempts by their kind (`vllm_tenant_tuning.agents.llm.Failure`).
+        prompt_tokens, completion_tokens: as the endpoint reports them; unreported: attempts
+            without a report that can be believed.
+        cost_usd: of these tokens; None where no price was given.
+        latency_p50_s, latency_p95_s, latency_p99_s, latency_max_s: of a decision, its attempts
+            together, by the wall clock; None without a decision.
+    """
+
+    model_config = _CONFIG
+
+    model: str
+    decisions: int
+    answered: int
+    held: int
+    applied: int
+    attempts: int
+    retries: int
+    failures: dict[str, int]
+    prompt_tokens: int
+    completion_tokens: int
+    unreported: int
+    cost_usd: float | None
+    latency_p50_s: float | None
+    latency_p95_s: float | None
+    latency_p99_s: float | None
+    latency_max_s: float | None
+
+
 class EpisodeRecord(BaseModel):
     """One episode of one policy.
 
@@ -80,6 +116,7 @@ class EpisodeRecord(BaseModel):
         usd_per_1000_good, usd_per_million_tokens: the GPU's price over the episode, for requests
             that met their SLOs and for tokens emitted, where the scenario assumes a price.
             All of these are None where the engine has no tokens.
+        decisions: what an LLM's decisions came to; None for other policies.
         tenants: the same per tenant.
     """
 
@@ -116,6 +153,7 @@ class EpisodeRecord(BaseModel):
     energy_j: float | None = None
     usd_per_1000_good: float | None = None
     usd_per_million_tokens: float | None = None
+    decisions: DecisionRecord | None = None
     tenants: dict[str, TenantRecord]
 
     @property

@@ -1,1 +1,1 @@
-"""Packaged YAML files: scenarios and training hyperparameters."""
+"""Packaged files: scenarios, training hyperparameters, configurations and prompts of LLMs."""

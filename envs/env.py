@@ -105,12 +105,14 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
 
     * `scenario`: the name of a packaged scenario ("study" by default), the path of a YAML file,
       or a `Scenario`.
-    * `backend`: "sim"; the scenario's engine section chooses the fidelity, the study's slots or
-      vLLM's continuous batching at token level.
+    * `backend`: "sim", where the scenario's engine section chooses the fidelity, the study's slots
+      or vLLM's continuous batching at token level; or "live", a real vLLM server: steps take the
+      wall clock's time, `info["live"]` tells how the load was delivered, and docs/live.md the rest.
     * `render_mode`: None, "ansi", "rgb_array" or "human".
     * `trace_dir`: the folder of the trace files, for scenarios that replay traces (else the
       environment variable `VLLM_TENANT_TRACE_DIR`).
-    * further keyword arguments go to the backend.
+    * further keyword arguments go to the backend (live: `url`, or `serve` and `model`, `out_dir`
+      and the others of `LiveOptions`).
 
     ```python
     import gymnasium as gym
@@ -250,4 +252,5 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
             "caps": loop.caps[0].copy(),
             "clipped": loop.clipped[0].copy(),
             "reward_terms": dict(zip(REWARD_TERMS, loop.reward_terms[0].tolist())),  # noqa: B905,
+            **loop.backend.extra_info(0),
         }

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vllm_tenant_tuning.scenario import Scenario
 from vllm_tenant_tuning.workload import RequestStream
 
-BACKENDS = ("sim",)
+BACKENDS = ("sim", "live")
 
 
 class Outcome(enum.IntEnum):
@@ -32,7 +32,8 @@ class RequestOutcomes:
 
     Attributes:
         tenant: (R,) int64, whose request it is.
-        prompt_tokens, output_tokens: (R,) int64, what it asks for.
+        prompt_tokens, output_tokens: (R,) int64, what it asks for (output tokens of a request
+            that a live server completed: what it generated, by its own usage).
         outcome: (R,) int8, values of `Outcome`.
         arrival_s: (R,) float64, when the gate saw the request (a simulator with a clock
             stamps arrivals on its ticks).
@@ -107,6 +108,9 @@ class Backend(Protocol):
     def outcomes(self, cluster: int) -> RequestOutcomes:
         """What has become of every request of the cluster's episode so far."""
 
+    def extra_info(self, cluster: int) -> dict[str, Any]:
+        """What only this backend can tell of its last interval, for the environment's `info`."""
+
     def close(self) -> None:
         """Release what the backend holds; further calls are an error."""
 
@@ -118,10 +122,12 @@ def make_backend(name: str, scenario: Scenario, n_clusters: int = 1, **options: 
         name: one of `BACKENDS`.
         scenario: the task; its engine section chooses the simulator's fidelity.
         n_clusters: how many clusters to hold.
-        options: keyword arguments of the backend (sim: `n_threads`).
+        options: keyword arguments of the backend (sim: `n_threads`; live:
+            `backends.live.options.LiveOptions`).
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or options that are refused.
+        ModuleNotFoundError: the backend's packages are not installed.
     """
     if name == "sim":
         from vllm_tenant_tuning.backends.sim.engine import EngineBackend
@@ -130,4 +136,8 @@ def make_backend(name: str, scenario: Scenario, n_clusters: int = 1, **options: 
         if scenario.engine.fidelity == "slots":
             return SlotsBackend(scenario, n_clusters, **options)
         return EngineBackend(scenario, n_clusters, **options)
+    if name == "live":
+        from vllm_tenant_tuning.backends.live.backend import LiveBackend
+
+        return LiveBackend(scenario, n_clusters, **options)
     raise ValueError(f"backend: got {name!r}; accepted are {', '.join(BACKENDS)}")

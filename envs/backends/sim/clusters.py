@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,10 @@ class SimulatedClusters:
 
     def faults(self) -> dict[int, str]:
         """A simulation has no faults: always empty."""
+        return {}
+
+    def extra_info(self, cluster: int) -> dict[str, Any]:
+        """A simulation tells nothing more: always empty."""
         return {}
 
     def close(self) -> None:
