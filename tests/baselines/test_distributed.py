@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -167,6 +168,14 @@ def test_what_a_task_raises_reaches_the_driver(reached: RayCluster) -> None:
     with pytest.raises(ValueError, match=r"^number: got 3; accepted are others$"):
         list(results)
     assert not ray.is_initialized()
+
+
+def test_a_task_that_kills_its_workers_ends_in_one_message(
+    reached: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "MAX_RETRIES", 1)
+    with pytest.raises(ConnectionError, match=r"^ray: a task was lost 2 times: \S"):
+        list(reached.run(os._exit, [(1,)]))
 
 
 def test_a_sweep_leaves_the_runs_of_this_machine(reached: RayCluster, tmp_path: Path) -> None:
