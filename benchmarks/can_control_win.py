@@ -56,6 +56,8 @@ FEEDBACK_FEATURES = (
     "own_violation",  # the worst of p99 / SLO over its promises, less 1, within -1 and 1
     "others_violation",  # the same, the worst of the other tenants
     "others_load",  # GPU time that others' arrivals ask for, smoothed, less its mean
+    "others_activity",  # others' arrivals over their means, smoothed, at most 3, less 1; the mean
+    # by SLO weight: a tenant that asks for little of the GPU may be the one to be spared
     "kv_cache_usage",  # less a half
     "engine_queue",  # requests waiting inside the engine, over 16, at most 2
 )
@@ -106,6 +108,7 @@ class Loads:
         trace_dir: the folder of the trace files.
 
     Attributes:
+        rate_per_s: (n_tenants,) mean requests in a second.
         per_request_s: (n_tenants,) mean GPU time of a request.
         offered: (n_tenants,) mean GPU time asked for in a second.
     """
@@ -117,7 +120,8 @@ class Loads:
         costs_s = [self._per_tenant(stream, gpu_seconds(scenario, stream)) for stream in streams]
         counts = [self._per_tenant(stream, np.ones(len(stream))) for stream in streams]
         self.per_request_s: Floats = np.sum(costs_s, axis=0) / np.maximum(np.sum(counts, axis=0), 1)
-        self.offered: Floats = self.per_request_s * self._workload.offered_rate_per_s
+        self.rate_per_s: Floats = np.asarray(self._workload.offered_rate_per_s)
+        self.offered: Floats = self.per_request_s * self.rate_per_s
 
     def to_come(self, seed: int, horizon_s: float) -> Floats:
         """Mean load in the seconds after each decision: (n_steps + 1, n_tenants).
@@ -171,7 +175,8 @@ class CapRule:
                 for tenant in scenario.tenants
             ]
         )
-        self._load = np.broadcast_to(loads.offered, weights.shape[:2]).copy()
+        self._slo_weights = np.array([tenant.slo_weight for tenant in scenario.tenants])
+        self._rate_per_s = np.broadcast_to(loads.rate_per_s, weights.shape[:2]).copy()
         self._step = 0
 
     def targets(self, tenants: npt.NDArray[np.void], cluster: npt.NDArray[np.void]) -> Integers:
@@ -183,18 +188,22 @@ class CapRule:
         """
         loads, control = self._loads, self._loads.scenario.control
         if self._step > 0:
-            arrived = tenants["arrived"] * loads.per_request_s / control.control_interval_s
-            self._load = self._kept * self._load + (1 - self._kept) * arrived
+            seen_per_s = tenants["arrived"] / control.control_interval_s
+            self._rate_per_s = self._kept * self._rate_per_s + (1 - self._kept) * seen_per_s
         p99_s = np.stack([tenants[f"{name}_p99_s"] for name in ("latency", "ttft", "itl")], axis=-1)
         worst = np.nan_to_num(p99_s / self._slo_s).max(axis=-1)
         violation = np.clip(worst - 1, -1, 1)
+        mean_per_s = np.where(loads.rate_per_s > 0, loads.rate_per_s, 1.0)
+        activity = self._slo_weights * (np.minimum(self._rate_per_s / mean_per_s, 3) - 1)
+        others_weight = _sum_of_others(self._slo_weights[None])
         everyone = np.ones(violation.shape)
         features = [
             everyone,
             np.minimum(tenants["queued"] / np.maximum(tenants["cap"], 1), 2),
             violation,
             _worst_of_others(violation),
-            _sum_of_others(self._load - loads.offered),
+            _sum_of_others(self._rate_per_s * loads.per_request_s - loads.offered),
+            _sum_of_others(activity) / np.maximum(others_weight, 1e-9),
             everyone * (cluster["kv_cache_usage"] - 0.5)[:, None],
             everyone * np.minimum(cluster["num_requests_waiting"] / 16, 2)[:, None],
         ]

@@ -124,6 +124,7 @@ def test_the_features_by_hand(bench: ModuleType, loads: Any) -> None:
         "own_violation": (0.5, -0.5),
         "others_violation": (-0.5, 0.5),
         "others_load": (0.0, 0.0),  # nothing seen yet: the mean
+        "others_activity": (0.0, 0.0),
         "kv_cache_usage": (0.25, 0.25),
         "engine_queue": (0.5, 0.5),
     }
@@ -133,6 +134,27 @@ def test_the_features_by_hand(bench: ModuleType, loads: Any) -> None:
         weights[:, bench.FEEDBACK_FEATURES.index(name)] = 1.0
         caps = bench.CapRule(loads, weights[None]).targets(tenants, cluster)
         assert caps.tolist() == [[round(10 * math.exp(value)) for value in values]], name
+
+
+def test_loads_and_activity_follow_what_arrives(
+    bench: ModuleType, scenario: Scenario, loads: Any
+) -> None:
+    tenants, cluster = np.zeros((1, 2), TENANT_DTYPE), np.zeros(1, CLUSTER_DTYPE)
+    tenants["arrived"] = [[15, 0]]  # in a second; chat's mean is 10, batch falls silent
+    kept = math.exp(-1 / bench.SMOOTHING_S)
+    rates = np.array(loads.rate_per_s)
+    for name in ("others_load", "others_activity"):
+        weights = weights_of(bench, (10, 10), len(bench.FEEDBACK_FEATURES))
+        weights[:, bench.FEEDBACK_FEATURES.index(name)] = 1.0
+        rule = bench.CapRule(loads, weights[None])
+        for _ in range(21):  # the first decision has seen no interval yet
+            caps = rule.targets(tenants, cluster)
+        smoothed = kept**20 * rates + (1 - kept**20) * np.array([15.0, 0.0])
+        if name == "others_load":
+            feature = (smoothed - rates) * loads.per_request_s
+        else:
+            feature = smoothed / rates - 1
+        assert caps.tolist() == [[round(10 * math.exp(value)) for value in feature[::-1]]], name
 
 
 def test_the_table_says_what_is_not_significant(bench: ModuleType, tmp_path: Path) -> None:
