@@ -210,7 +210,7 @@ class Gradient2Policy(CapPolicy):
             self._long_s[i] = long_s * (0.95 if long_s / now_s > 2 else 1.0)
             if trips.in_flight[i] < limit / 2:
                 continue
-            gradient = max(0.5, min(1.0, config.tolerance * long_s / now_s))
+            gradient = max(0.5, min(1.0, config.tolerance * (long_s / now_s)))
             estimate = limit * gradient + config.queue_size
             self._limit[i] = limit * (1 - config.smoothing) + estimate * config.smoothing
         return self._limit

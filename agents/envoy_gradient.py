@@ -116,5 +116,5 @@ class EnvoyGradientPolicy(CapPolicy):
 
     def _limit(self, limit: float, sample_s: float, i: int) -> float:
         fastest_s = self._fastest_s[i] * (1 + self.config.buffer)
-        gradient = max(0.5, min(2.0, fastest_s / sample_s))
+        gradient = max(0.5, min(2.0, float(fastest_s / sample_s)))
         return max(float(self._floor), math.floor(limit * gradient + math.sqrt(limit * gradient)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +97,8 @@ def parse_requirements(text: str) -> RobustConfig:
             f"policy 'robust:{text}': accepted are the requirements to leave out, each once after "
             f"a minus, such as robust:-signal-context; they are {', '.join(REQUIREMENTS)}"
         )
-    return RobustConfig(**dict.fromkeys(names, False))
+    without: dict[str, Any] = dict.fromkeys(names, False)
+    return replace(RobustConfig(), **without)
 
 
 class RobustPolicy(CapPolicy):

@@ -58,4 +58,5 @@ class UtilizationGatePolicy(CapPolicy):
         waits = reading(telemetry.tenants["queued"]) > 0
         expand = waits & (has_capacity | self._critical)
         shed = ~self._critical & (not has_capacity)
-        return caps + self._step * (expand.astype(np.int64) - shed.astype(np.int64))
+        wanted: Integers = caps + self._step * (expand.astype(np.int64) - shed.astype(np.int64))
+        return wanted

@@ -88,7 +88,7 @@ def read_lengths(file: Path, time_s: float) -> tuple[Lengths, Lengths]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         start = max((key for key in content if float(key) <= time_s), key=float)
-        found = tuple(
+        prompt, output = (
             {int(tokens): float(p) for tokens, p in ast.literal_eval(content[start][key]).items()}
             for key in ("input_tokens", "output_tokens")
         )
@@ -96,10 +96,10 @@ def read_lengths(file: Path, time_s: float) -> tuple[Lengths, Lengths]:
         raise TraceError(file, None, f"cannot be read: {error}") from error
     except (ValueError, SyntaxError, TypeError, KeyError, AttributeError) as error:
         raise TraceError(file, None, f"not of ServeGen's form at {time_s:g} s: {error}") from error
-    for lengths in found:
+    for lengths in (prompt, output):
         if not lengths or not math.isclose(sum(lengths.values()), 1.0, rel_tol=1e-6):
             raise TraceError(file, None, f"no distribution of lengths at {time_s:g} s")
-    return found
+    return prompt, output
 
 
 def quantiles(lengths: Lengths, probabilities: Sequence[float] = PROBABILITIES) -> FloatArray:
@@ -119,7 +119,8 @@ def hourly_rates(rates: ClientRates) -> FloatArray:
     hour = (rates.start_s % 86_400 // 3600).astype(np.int64)
     bins = np.bincount(hour, minlength=24)
     total = np.bincount(hour, weights=rates.rate_per_s, minlength=24)
-    return np.divide(total, bins, out=np.full(24, np.nan), where=bins > 0)
+    mean: FloatArray = np.divide(total, bins, out=np.full(24, np.nan), where=bins > 0)
+    return mean
 
 
 def measure_client(folder: Path, client: int) -> dict[str, Any]:
