@@ -225,7 +225,7 @@ class EngineJudge:
         self._lag = max(1, math.ceil(scenario.control.window_s / self._interval_s))
         self._least = float(scenario.n_tenants * scenario.control.cap_min)
         self._most = float(scenario.n_tenants * scenario.control.cap_max)
-        self._readings: deque[tuple[float, float, float]] = deque(
+        self._readings: deque[tuple[float, float]] = deque(
             maxlen=max(1, round(config.window_s / self._interval_s))
         )
         self._running: deque[float] = deque(maxlen=self._lag)
@@ -286,7 +286,7 @@ class EngineJudge:
         self._fastest_s = min(self._fastest_s, token_s)
         slowdown = token_s / self._fastest_s
         tokens = float(busy[seen].sum()) * self._interval_s / token_s
-        self._readings.append((math.log(token_s), tokens, running))
+        self._readings.append((math.log(token_s), tokens))
         if slowdown <= self._config.slowdown_tolerance:
             self._done_unslowed += done
         level = _level(running)
@@ -317,7 +317,7 @@ class EngineJudge:
         """
         threshold = math.log(self._fastest_s * self._config.slowdown_tolerance)
         total = tokens = 0.0
-        for log_s, weight, _ in reversed(self._readings):
+        for log_s, weight in reversed(self._readings):
             total += log_s * weight
             tokens += weight
             if total / tokens - self._config.confidence / math.sqrt(tokens) > threshold:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
-from joblib import Parallel, delayed
 
 import vllm_tenant_tuning  # noqa: F401  (registers the environment)
 from vllm_tenant_tuning.agents import Policy, TranscribedPolicy, make_policy
@@ -24,6 +22,7 @@ from vllm_tenant_tuning.agents.rl import MODEL_FILE, NORMALIZATION_FILE, RUN_CON
 from vllm_tenant_tuning.backends import RequestOutcomes
 from vllm_tenant_tuning.baselines.best_static import find_best_static
 from vllm_tenant_tuning.baselines.distributed import Files, RayCluster, trace_files
+from vllm_tenant_tuning.baselines.parallel import run_here
 from vllm_tenant_tuning.baselines.records import (
     EpisodeRecord,
     append_record,
@@ -131,7 +130,7 @@ def evaluate(
     path.parent.mkdir(parents=True, exist_ok=True)
     digests = {c.label: digest(task, c.text, trace_dir) for c in contenders}
     known = completed_keys(path)
-    tasks: list[tuple[Contender, list[int]]] = []
+    parts: list[tuple[Contender, list[int]]] = []
     for contender in contenders:
         missing = [
             seed
@@ -140,17 +139,17 @@ def evaluate(
         ]
         # an LLM's episode is long, and waits for the network rather than for a core
         n_seeds = 1 if contender.is_llm else SEEDS_PER_TASK
-        tasks += [(contender, missing[i : i + n_seeds]) for i in range(0, len(missing), n_seeds)]
+        parts += [(contender, missing[i : i + n_seeds]) for i in range(0, len(missing), n_seeds)]
     total = len(contenders) * len(seeds)
-    done = total - sum(len(chunk) for _, chunk in tasks)
-    arguments = [
-        (task, backend, trace_dir, contender, digests[contender.label], chunk, Path(out_dir))
-        for contender, chunk in tasks
+    done = total - sum(len(chunk) for _, chunk in parts)
+    tasks = [
+        _Task(task, backend, trace_dir, contender, digests[contender.label], chunk, Path(out_dir))
+        for contender, chunk in parts
     ]
     if cluster is None:
-        batches = _run_all(arguments, workers)
+        batches = run_here(_run_task, tasks, workers)
     else:
-        batches = cluster.run(_run_sent, _with_files(arguments))
+        batches = cluster.run(_run_sent, _with_files(tasks))
     with closing(batches):
         for records in batches:
             for record in records:
@@ -394,28 +393,32 @@ def _jain(completed: npt.NDArray[np.float64], arrived: npt.NDArray[np.float64]) 
     return float(share.sum() ** 2 / (share.size * (share**2).sum()))
 
 
-def _run_all(
-    arguments: Sequence[Any], workers: int | None
-) -> Generator[list[EpisodeRecord], None, None]:
-    n_jobs = max(1, min(workers or os.cpu_count() or 1, len(arguments)))
-    parallel = Parallel(n_jobs=n_jobs, return_as="generator_unordered")
-    yield from parallel(delayed(_run_task)(argument) for argument in arguments)
+class _Task(NamedTuple):
+    """Some episodes of one contender."""
+
+    scenario: Scenario
+    backend: str
+    trace_dir: str | Path | None
+    contender: Contender
+    scenario_digest: str
+    seeds: Sequence[int]
+    out_dir: Path
 
 
-def _run_task(argument: Any) -> list[EpisodeRecord]:
-    scenario, backend, trace_dir, contender, known_digest, seeds, out_dir = argument
-    env = make_env(scenario, backend, trace_dir)
+def _run_task(task: _Task) -> list[EpisodeRecord]:
+    backend, contender = task.backend, task.contender
+    env = make_env(task.scenario, backend, task.trace_dir)
     policy = make_policy(contender.text)
     if isinstance(policy, TranscribedPolicy):
-        policy.record_to(_transcripts(out_dir, contender))
+        policy.record_to(_transcripts(task.out_dir, contender))
         if backend != "sim":
             policy.run_in_real_time()
     records = []
-    for seed in seeds:
+    for seed in task.seeds:
         record, _ = play(env, policy, seed)
         update: Mapping[str, Any] = {
             "policy": contender.label,
-            "scenario_digest": known_digest,
+            "scenario_digest": task.scenario_digest,
             "backend": backend,
         }
         records.append(record.model_copy(update=update))
@@ -425,18 +428,17 @@ def _run_task(argument: Any) -> list[EpisodeRecord]:
     return records
 
 
-def _with_files(arguments: Sequence[Any]) -> list[tuple[Any, Files, Files]]:
+def _with_files(tasks: Sequence[_Task]) -> list[tuple[_Task, Files, Files]]:
     """Each task with the traces and the model that a worker on another machine lacks."""
     traces: Files | None = None
     models: dict[Contender, Files] = {}
-    tasks = []
-    for argument in arguments:
-        scenario, _, trace_dir, contender, *_ = argument
-        traces = traces or trace_files(scenario, trace_dir)
-        if contender not in models:
-            models[contender] = _model_files(contender.text)
-        tasks.append((argument, traces, models[contender]))
-    return tasks
+    sent = []
+    for task in tasks:
+        traces = traces or trace_files(task.scenario, task.trace_dir)
+        if task.contender not in models:
+            models[task.contender] = _model_files(task.contender.text)
+        sent.append((task, traces, models[task.contender]))
+    return sent
 
 
 def _model_files(policy_text: str) -> Files:
@@ -456,15 +458,14 @@ def _model_files(policy_text: str) -> Files:
     )
 
 
-def _run_sent(argument: Any, traces: Files, model: Files) -> list[EpisodeRecord]:
+def _run_sent(task: _Task, traces: Files, model: Files) -> list[EpisodeRecord]:
     """`_run_task` on a worker."""
-    scenario, backend, _, contender, known_digest, seeds, _ = argument
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         traces.write(folder / "traces")
+        task = task._replace(trace_dir=folder / "traces", out_dir=folder)
         if model.content:
             model.write(folder / "model")
-            contender = replace(contender, text=f"model:{folder / 'model'}")
-        return _run_task(
-            (scenario, backend, folder / "traces", contender, known_digest, seeds, folder)
-        )
+            contender = replace(task.contender, text=f"model:{folder / 'model'}")
+            task = task._replace(contender=contender)
+        return _run_task(task)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from joblib import Parallel, delayed
-
 from vllm_tenant_tuning.agents.rl import RUN_CONFIG_FILE
 from vllm_tenant_tuning.baselines.distributed import Files, RayCluster, trace_files
+from vllm_tenant_tuning.baselines.parallel import run_here
 from vllm_tenant_tuning.baselines.training import (
     SCENARIO_FILE,
     TrainingRun,
@@ -115,11 +113,13 @@ def _train(folder: Path, config: RunConfig, scenario: Scenario) -> None:
 
 
 def _train_here(waiting: dict[Path, RunConfig], scenario: Scenario) -> Generator[None, None, None]:
-    n_jobs = max(1, min(os.cpu_count() or 1, len(waiting)))
-    parallel = Parallel(n_jobs=n_jobs, return_as="generator_unordered")
-    yield from parallel(
-        delayed(_train)(folder, config, scenario) for folder, config in waiting.items()
+    yield from run_here(
+        _train_task, [(folder, config, scenario) for folder, config in waiting.items()]
     )
+
+
+def _train_task(task: tuple[Path, RunConfig, Scenario]) -> None:
+    _train(*task)
 
 
 def _train_on(

@@ -20,7 +20,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_checker import check_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
-from test_env import short
+from test_env import short, traces_of
 
 from vllm_tenant_tuning import VLLMTenantTuningEnv, VLLMTenantTuningVectorEnv, scenario_names
 from vllm_tenant_tuning.backends import Outcome
@@ -244,7 +244,8 @@ def test_other_autoreset_modes_are_refused() -> None:
 
 @pytest.mark.parametrize("name", scenario_names())
 def test_sb3_checker_finds_nothing(name: str, shared: Callable[[str], Path]) -> None:
-    trace_dir = shared("traces") if name == "azure" else None
+    traces = traces_of(name)
+    trace_dir = shared(f"traces/{traces[0]}").parent if traces else None
     env = VLLMTenantTuningEnv(name, trace_dir=trace_dir)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
