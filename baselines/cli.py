@@ -145,11 +145,19 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     calibrate = commands.add_parser(
-        "calibrate", help="fit an engine profile to measured step times"
+        "calibrate", help="fit an engine profile to measured step times, or to a live server"
     )
-    calibrate.add_argument("--grid", required=True, metavar="FILE", help="measured step times")
+    measured = calibrate.add_mutually_exclusive_group(required=True)
+    measured.add_argument("--grid", metavar="FILE", help="measured step times")
+    measured.add_argument("--url", metavar="URL", help="measure this running vLLM server")
+    measured.add_argument(
+        "--records", metavar="FILE", help="what an earlier --url measured, without the server"
+    )
     calibrate.add_argument("--out", required=True, metavar="PROFILE", help="YAML file to write")
-    calibrate.add_argument("--model", metavar="NAME", help="which model of the grid")
+    calibrate.add_argument("--model", metavar="NAME", help="of the grid, or of the server")
+    calibrate.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="of all batches, with --url"
+    )
     calibrate.add_argument(
         "--template", metavar="NAME|PROFILE", help="a profile for what no option gives"
     )
@@ -309,20 +317,32 @@ def _calibrate(options: argparse.Namespace) -> int:
         for name, value in vars(options).items()
         if value is not None and name not in ("command", "run")
     }
+    if options.url is None:
+        del given["rounds"]
+    elif options.rounds < 1:
+        raise ValueError(f"--rounds: got {options.rounds}; accepted is at least 1")
     words = [word for name, value in given.items() for word in (_option(name), str(value))]
-    calibrate(
-        options.grid,
-        Path(options.out),
-        model=options.model,
-        template=options.template,
-        sequence_ms=options.sequence_ms,
-        given={
+    common: dict[str, Any] = {
+        "template": options.template,
+        "given": {
             CALIBRATE_OPTIONS[_option(name)][0]: value
             for name, value in given.items()
             if _option(name) in CALIBRATE_OPTIONS
         },
-        command=shlex.join(["vllm-tenant-tuning", "calibrate", *words]),
-    )
+        "command": shlex.join(["vllm-tenant-tuning", "calibrate", *words]),
+    }
+    out = Path(options.out)
+    if options.grid is not None:
+        calibrate(options.grid, out, model=options.model, sequence_ms=options.sequence_ms, **common)
+        return 0
+    if options.sequence_ms is not None:
+        raise ValueError("--sequence-ms: accepted is with --grid; a live server shows its own")
+    from vllm_tenant_tuning.baselines.calibrate_live import calibrate_server, fit_trials
+
+    if options.records is not None:
+        fit_trials(Path(options.records), out, **common)
+    else:
+        calibrate_server(options.url, out, model=options.model, rounds=options.rounds, **common)
     return 0
 
 

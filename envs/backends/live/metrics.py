@@ -27,6 +27,9 @@ COUNTERS = {
     "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
     "queue_time_s": ("vllm:request_queue_time_seconds_sum",),
     "queue_time_requests": ("vllm:request_queue_time_seconds_count",),
+    "prefill_time_s": ("vllm:request_prefill_time_seconds_sum",),
+    "prefill_time_requests": ("vllm:request_prefill_time_seconds_count",),
+    "ttft_s": ("vllm:time_to_first_token_seconds_sum",),
 }
 """Readings that only grow while the server lives, likewise."""
 
