@@ -9,13 +9,15 @@ What the fit reads from a trial:
 - decode steps: the mean time between tokens while all sequences of the batch decode;
 - prompts alone: the server's own `vllm:request_prefill_time_seconds`;
 - mixed steps: the gap in the decoding sequences' tokens at whose end the prompt's token came;
-- the frontend: a client's time to the first token, less the server's own queue and prefill time.
+- the frontend: the API server's CPU time in bursts, and a client's time to the first token less
+  the server's own queue and prefill time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +58,7 @@ class Delays:
     Attributes:
         frontend: the fit.
         trials: trials it was fitted to.
-        idle_ms: mean over prompts alone of what client, connection and API server add to the
+        idle_ms: median over prompts alone of what client, connection and API server add to the
             server's own queue and prefill time.
         client_ms: the part of it that is outside the server's own time to the first token.
         error_ms: mean absolute error of the fit over the trials.
@@ -111,62 +113,70 @@ def step_points(server: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) 
 
 
 def fit_frontend(trials: Sequence[Mapping[str, Any]]) -> Delays:
-    """Fit `request_s`, `prompt_token_s` and `delay_s` (least squares, none below 0).
+    """The profile's frontend.
 
-    With k prompts at once, the mean time from sending to the first token, less the mean time in
-    the engine's queue, is what the API server's line, its delay and the way back take: on average
-    a prompt waits for (k + 1) / 2 of them. Prompts alone (k = 1) had their step, too.
+    `request_s` is the API server's CPU time for a request, from bursts of short prompts, less what
+    reading `/metrics` took of it (0 where the page does not tell CPU time). For a prompt alone,
+    the time to its token less the server's own queue and prefill time is
+    `request_s + prompt_token_s * tokens + delay_s`, the way back included: the other two are
+    fitted to the medians of each length, none below 0.
 
     Raises:
         CalibrationError: the server's page has no queue or prefill times, or no trial shows them.
     """
-    rows, seen, idle, client = [], [], [], []
+    added: dict[int, list[float]] = {}
+    client_s = []
     for trial in trials:
-        counters = trial["counters"]
-        if trial["kind"] not in ("idle", "burst"):
+        if trial["kind"] != "idle":
             continue
+        counters, request = trial["counters"], trial["requests"][0]
         if not {"queue_time_s", "prefill_time_s"} <= counters.keys():
             raise CalibrationError(
                 "/metrics: no vllm:request_queue_time_seconds and "
                 "vllm:request_prefill_time_seconds in it"
             )
-        probes = [request for request in trial["requests"] if request["role"] == "probe"]
-        k, prompt = len(probes), probes[0]["prompt_tokens"]
-        sent_s = np.mean([request["sent_s"] for request in probes])
-        if trial["kind"] == "idle":
-            engine_s = counters["queue_time_s"] + counters["prefill_time_s"]
-            first_s = probes[0]["chunk_s"][0]
-            idle.append(first_s - sent_s - engine_s)
-            if "ttft_s" in counters:
-                client.append(first_s - sent_s - counters["ttft_s"])
-        else:
-            # they are scheduled when the prompt that holds the engine gives its token
-            blocker = next(r for r in trial["requests"] if r["role"] == "blocker")
-            first_s = blocker["chunk_s"][0]
-            engine_s = counters["queue_time_s"] / k
-            last_sent_s = max(request["sent_s"] for request in probes)
-            if last_sent_s > first_s - engine_s / 2 or engine_s <= 0:
-                continue  # the engine was not held long enough
-        rows.append(((k + 1) / 2, prompt * (k + 1) / 2, 1.0))
-        seen.append(first_s - sent_s - engine_s)
-    if len(rows) < 3 or not idle:
-        raise CalibrationError(f"{len(rows)} trials show the frontend; at least 3 are needed")
-    features, delays_s = np.array(rows), np.array(seen)
-    scale = np.array([1e-3, 1e-6, 1e-3])
-    found, _ = nnls(features * scale, np.maximum(delays_s, 0.0))
-    fitted = found * scale
-    frontend = Frontend(
-        request_s=round(float(fitted[0]), 6),
-        prompt_token_s=round(float(fitted[1]), 9),
-        delay_s=round(float(fitted[2]), 6),
-    )
+        ttft_s = request["chunk_s"][0] - request["sent_s"]
+        added.setdefault(request["prompt_tokens"], []).append(
+            ttft_s - counters["queue_time_s"] - counters["prefill_time_s"]
+        )
+        if "ttft_s" in counters:
+            client_s.append(ttft_s - counters["ttft_s"])
+    if len(added) < 2:
+        raise CalibrationError(f"prompts alone: {len(added)} lengths; at least 2 are needed")
+    request_s = _api_cpu_s(trials)
+    lengths = np.array(sorted(added), np.float64)
+    medians_s = np.array([np.median(added[int(length)]) for length in lengths])
+    scale = np.array([1e-6, 1e-3])
+    features = np.column_stack([lengths, np.ones_like(lengths)]) * scale
+    found, _ = nnls(features, np.maximum(medians_s - request_s, 0.0))
+    prompt_token_s, delay_s = (float(value) for value in found * scale)
+    errors_s = [
+        abs(request_s + prompt_token_s * length + delay_s - value)
+        for length, values in added.items()
+        for value in values
+    ]
     return Delays(
-        frontend,
-        len(rows),
-        idle_ms=1e3 * float(np.mean(idle)),
-        client_ms=1e3 * float(np.mean(client)) if client else float("nan"),
-        error_ms=1e3 * float(np.abs(features @ fitted - delays_s).mean()),
+        Frontend(
+            request_s=round(request_s, 6),
+            prompt_token_s=round(prompt_token_s, 9),
+            delay_s=round(delay_s, 6),
+        ),
+        trials=len(errors_s),
+        idle_ms=1e3 * float(np.median(np.concatenate(list(added.values())))),
+        client_ms=1e3 * float(np.median(client_s)) if client_s else math.nan,
+        error_ms=1e3 * float(np.mean(errors_s)),
     )
+
+
+def _api_cpu_s(trials: Sequence[Mapping[str, Any]]) -> float:
+    """The API server's CPU time for a request of a burst, in seconds."""
+    pages = [t for t in trials if t["kind"] == "pages" and "api_cpu_s" in t["counters"]]
+    bursts = [t for t in trials if t["kind"] == "burst" and "api_cpu_s" in t["counters"]]
+    if not pages or not bursts:
+        return 0.0
+    page_s = sum(t["counters"]["api_cpu_s"] for t in pages) / sum(t["pages"] for t in pages)
+    burst_s = sum(t["counters"]["api_cpu_s"] - page_s * t["pages"] for t in bursts)
+    return float(max(burst_s, 0.0) / sum(len(t["requests"]) for t in bursts))
 
 
 def fit_trials(
@@ -306,7 +316,7 @@ def _decode_points(trial: Mapping[str, Any]) -> list[tuple[float, ...]]:
     since_s, until_s = max(t[0] for t in times) - gap_s, min(t[-1] for t in times) + gap_s
     spans = [(int(np.searchsorted(t, since_s)), int(np.searchsorted(t, until_s))) for t in times]
     steps = min(last - first for first, last in spans) - 1
-    points = []
+    points: list[tuple[float, ...]] = []
     for i in range(0, steps - STEPS_A_POINT + 1, STEPS_A_POINT):
         step_ms, context = [], []
         for t, (first, _) in zip(times, spans, strict=True):
@@ -324,7 +334,7 @@ def _mixed_points(trial: Mapping[str, Any]) -> list[tuple[float, ...]]:
         for request in trial["requests"]
         if request["role"] == "background"
     ]
-    points = []
+    points: list[tuple[float, ...]] = []
     for request in trial["requests"]:
         if request["role"] != "probe":
             continue

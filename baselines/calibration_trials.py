@@ -35,7 +35,7 @@ from vllm_tenant_tuning.backends.live.process import (
 from vllm_tenant_tuning.backends.live.records import RecordFile
 from vllm_tenant_tuning.baselines.calibrate import CalibrationError
 
-Kind = Literal["idle", "decode", "mixed", "burst"]
+Kind = Literal["idle", "decode", "mixed", "burst", "pages"]
 
 READY_TIMEOUT_S: Final = 10.0
 TRIAL_TIMEOUT_S: Final = 300.0
@@ -50,9 +50,16 @@ PROMPT_SHARES: Final = (1 / 128, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 0.9)
 """Prompt lengths, as shares of the longest that one step takes."""
 STEPS_BETWEEN: Final = 4
 """Decode steps between two prompts of a mixed trial."""
-BLOCKED_AFTER_S: Final = 0.03
-"""After this the prompt that holds the engine is in its step."""
-COUNTED: Final = ("queue_time_s", "prefill_time_s", "prefill_time_requests", "ttft_s")
+BURST: Final = 64
+"""Requests at once that show the API server's CPU time for one; it is told in steps of 10 ms."""
+PAGES: Final = 16
+COUNTED: Final = (
+    "queue_time_s",
+    "prefill_time_s",
+    "prefill_time_requests",
+    "ttft_s",
+    "api_cpu_s",
+)
 
 
 @dataclass(frozen=True)
@@ -62,10 +69,10 @@ class Trial:
     Attributes:
         kind: "idle": one prompt alone, one token out. "decode": `sequences` requests at once,
             which then decode together. "mixed": prompts one after another, one token out each,
-            beside `sequences` that decode. "burst": `sequences` prompts at once while the engine
-            is held by one long step, one token out each.
+            beside `sequences` that decode. "burst": prompts at once, one token out each. "pages":
+            nothing but reading `/metrics`, which costs the API server time as well.
         sequences: see there.
-        context_tokens: prompt tokens of the sequences that decode, or of the long step.
+        context_tokens: prompt tokens of the sequences that decode.
         prompts: tokens of the prompts of "idle", "mixed" and "burst".
     """
 
@@ -110,11 +117,10 @@ def plan(limits: Limits) -> list[Trial]:
             if fitting >= short:
                 trials.append(Trial("decode", count, fitting, ()))
     for count in sorted({counts[0], max(1, most // 2), max(1, most - 1)}):
-        if count < most:
+        if count < most and count * (short + 2 * DECODE_STEPS) <= limits.kv_tokens:
             trials.append(Trial("mixed", count, short, tuple(prompts)))
-    for count in sorted({1, max(1, most // 2), most - 1} - {0}):
-        for tokens in (prompts[0], prompts[2]):
-            trials.append(Trial("burst", count, prompts[-1], (tokens,) * count))
+    trials.append(Trial("burst", 0, 0, (prompts[0],) * BURST))
+    trials.append(Trial("pages", 0, 0, ()))
     return trials
 
 
@@ -136,6 +142,7 @@ class Bench:
         self._prompts = prompts
         self._records = records
         self._requests = 0
+        self._pages = 0
 
     async def run(self, trial: Trial, number: int) -> None:
         """Run a trial and record it.
@@ -144,6 +151,7 @@ class Bench:
             CalibrationError: a request did not complete; the trial is not recorded.
         """
         before = await self._counters()
+        pages = self._pages
         start_s = time.monotonic()
         sent = await self.send(trial)
         ended = sum(completion.end == "completed" for _, _, completion in sent)
@@ -155,6 +163,7 @@ class Bench:
                 "kind": trial.kind,
                 "sequences": trial.sequences,
                 "context_tokens": trial.context_tokens,
+                "pages": self._pages - pages,
                 "requests": [
                     request_line(role, tokens, completion, start_s)
                     for role, tokens, completion in sent
@@ -181,7 +190,12 @@ class Bench:
             case "mixed":
                 return await self._mixed(trial)
             case "burst":
-                return await self._burst(trial)
+                bodies = [self._body(tokens, 1) for tokens in trial.prompts]
+                return await self._send_bodies(bodies, trial.prompts, "probe")
+            case "pages":
+                for _ in range(PAGES):
+                    await self._counters()
+                return []
 
     async def _mixed(self, trial: Trial) -> list[tuple[str, int, Completion]]:
         """Prompts one after another beside sequences that decode, which are cut off at the end."""
@@ -209,14 +223,6 @@ class Bench:
             *(("background", trial.context_tokens, completion) for completion, _ in background),
             *sent,
         ]
-
-    async def _burst(self, trial: Trial) -> list[tuple[str, int, Completion]]:
-        """Prompts at once, while a long prompt holds the engine."""
-        blocker = asyncio.ensure_future(self._send(trial.context_tokens, 1, "blocker"))
-        await asyncio.sleep(BLOCKED_AFTER_S)
-        bodies = [self._body(tokens, 1) for tokens in trial.prompts]
-        sent = await self._send_bodies(bodies, list(trial.prompts), "probe")
-        return [await blocker, *sent]
 
     async def _decode(self, trial: Trial) -> list[tuple[str, int, Completion]]:
         # the first of long prompts decode while the last are computed
@@ -268,6 +274,7 @@ class Bench:
         until_s = time.monotonic() + COUNTERS_TIMEOUT_S
         while True:
             values = (await read_page(self._client)).values
+            self._pages += 1
             if "prefill_time_s" not in values or values["prefill_time_requests"] >= prefilled:
                 return values
             if time.monotonic() > until_s:

@@ -170,6 +170,33 @@ def _parser() -> argparse.ArgumentParser:
     for option, (field, kind) in CALIBRATE_OPTIONS.items():
         calibrate.add_argument(option, type=kind, metavar="X", help=f"the profile's {field}")
     calibrate.set_defaults(run=_calibrate)
+
+    validate = commands.add_parser(
+        "validate", help="play the same requests in simulation and on a live server"
+    )
+    validate.add_argument("--scenario", required=True, metavar="NAME|FILE")
+    validate.add_argument("--profile", required=True, metavar="NAME|FILE", help="for simulation")
+    validate.add_argument("--out", required=True, metavar="DIR", help="records, summary, figure")
+    validate.add_argument(
+        "--url", metavar="URL", help="of the server; without it, episodes that DIR holds"
+    )
+    validate.add_argument("--model", metavar="NAME", help="on the server (default: the first)")
+    validate.add_argument(
+        "--caps",
+        action="append",
+        default=[],
+        metavar="A,B,...",
+        help="constant caps, one a tenant; may be repeated (default: the scenario's)",
+    )
+    validate.add_argument(
+        "--loads", default="1", metavar="X,Y,...", help="factors on all arrival rates"
+    )
+    validate.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests")
+    validate.add_argument("--episode-s", type=float, metavar="S", help="(default: the scenario's)")
+    validate.add_argument(
+        "--dry-run", action="store_true", help="say what it would take, and play nothing"
+    )
+    validate.set_defaults(run=_validate)
     return parser
 
 
@@ -344,6 +371,46 @@ def _calibrate(options: argparse.Namespace) -> int:
     else:
         calibrate_server(options.url, out, model=options.model, rounds=options.rounds, **common)
     return 0
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from vllm_tenant_tuning.baselines.validate import validate
+
+    words = [word for name, value in vars(options).items() for word in _words(name, value)]
+    validate(
+        options.scenario,
+        options.profile,
+        Path(options.out),
+        url=options.url,
+        model=options.model,
+        loads=_numbers("--loads", options.loads, float),
+        caps=[_numbers("--caps", text, int) for text in options.caps],
+        seed=options.seed,
+        episode_s=options.episode_s,
+        dry_run=options.dry_run,
+        command=shlex.join(["vllm-tenant-tuning", "validate", *words]),
+    )
+    return 0
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """The words of the command line that gave an option."""
+    if name in ("command", "run", "dry_run") or value is None:
+        return []
+    values = value if isinstance(value, list) else [value]
+    return [word for item in values for word in (_option(name), str(item))]
+
+
+def _numbers(option: str, text: str, kind: type) -> list[Any]:
+    """The comma-separated numbers of an option.
+
+    Raises:
+        ValueError: not such numbers.
+    """
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option}: got '{text}'; accepted are comma-separated numbers") from error
 
 
 def _option(name: str) -> str:

@@ -30,8 +30,9 @@ COUNTERS = {
     "prefill_time_s": ("vllm:request_prefill_time_seconds_sum",),
     "prefill_time_requests": ("vllm:request_prefill_time_seconds_count",),
     "ttft_s": ("vllm:time_to_first_token_seconds_sum",),
+    "api_cpu_s": ("process_cpu_seconds_total",),
 }
-"""Readings that only grow while the server lives, likewise."""
+"""Readings that only grow while the server lives, likewise; `api_cpu_s` is the API server's."""
 
 CACHE_CONFIG = "vllm:cache_config_info"
 
