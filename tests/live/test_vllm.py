@@ -26,6 +26,10 @@ from vllm_tenant_tuning.backends.live.backend import LiveError
 from vllm_tenant_tuning.backends.live.options import LiveOptions
 from vllm_tenant_tuning.backends.live.records import read_outcomes, read_requests
 from vllm_tenant_tuning.backends.live.server import ServerError, VLLMServer
+from vllm_tenant_tuning.backends.sim.step_time import step_time_ms
+from vllm_tenant_tuning.baselines import calibration_trials
+from vllm_tenant_tuning.baselines.cli import main
+from vllm_tenant_tuning.profile import load_profile
 from vllm_tenant_tuning.telemetry import conservation_error
 
 HOLD = np.array([2, 2])
@@ -193,6 +197,35 @@ def test_a_prompt_that_is_too_long_is_refused_beforehand(
     with pytest.raises(LiveError, match="max_model_len is 2048"):
         env.reset(seed=0)
     env.close()
+
+
+def test_calibrated_and_validated(
+    server: VLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way, with fewer and smaller trials than the command's own."""
+    monkeypatch.setattr(calibration_trials, "DECODE_STEPS", 20)
+    monkeypatch.setattr(calibration_trials, "PROMPT_SHARES", (1 / 128, 1 / 32, 1 / 16, 1 / 8))
+    monkeypatch.setattr(calibration_trials, "BURST", 16)
+    profile = tmp_path / "mine.yaml"
+    options = ["--template", "cpu-90m", "--name", "mine", "--rounds", "1"]
+    assert main(["calibrate", "--url", server.url, "--out", str(profile), *options]) == 0
+    found = load_profile(profile)
+    assert (found.kv_cache.num_gpu_blocks, found.kv_cache.block_size) == (1024, 128)
+    assert found.fit is not None
+    # what a step of this model takes on any machine that runs these tests, in milliseconds
+    alone_ms = float(step_time_ms(found.step_time, 0, 1, 64, 0))
+    assert 2 < alone_ms < 200
+    assert 0 < found.frontend.request_s + found.frontend.delay_s < 0.1
+    out = tmp_path / "validation"
+    options = ["--scenario", "cpu_chat_batch", "--profile", str(profile), "--out", str(out)]
+    load = ["--loads", "0.4", "--episode-s", "16"]
+    assert main(["validate", "--url", server.url, *options, *load]) == 0
+    row = json.loads((out / "summary.json").read_text())["cells"][0]["tenants"]["all"]
+    assert row["completed"]["live"] >= 3
+    assert row["failed"] == {"sim": 0, "live": 0}
+    # a busy machine may be slow, but the longer requests are the longer ones in both
+    assert row["correlation"]["latency"] > 0.3
+    assert main(["validate", *options, *load]) == 0  # again, from the records
 
 
 def test_its_port_is_taken(server: VLLMServer, vllm: Installation) -> None:
