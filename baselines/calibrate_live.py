@@ -39,7 +39,7 @@ from vllm_tenant_tuning.baselines.calibrate import (
     make_profile,
     write_profile,
 )
-from vllm_tenant_tuning.baselines.calibration_trials import Limits, Trial, measure
+from vllm_tenant_tuning.baselines.calibration_trials import Limits, measure
 from vllm_tenant_tuning.baselines.comparison import progress_bar
 from vllm_tenant_tuning.profile import EngineProfile, Frontend, RegionFit, load_profile
 
@@ -180,7 +180,7 @@ def _api_cpu_s(trials: Sequence[Mapping[str, Any]]) -> float:
 
 
 def fit_trials(
-    records_file: Path,
+    records_files: Sequence[Path],
     out: Path,
     *,
     template: str | None,
@@ -190,7 +190,7 @@ def fit_trials(
     """Fit a profile to recorded trials, write it and print its errors.
 
     Args:
-        records_file: as `measure` writes it.
+        records_files: as `measure` writes them, all of one server.
         out: the profile to write.
         template: a packaged profile or a file, for whatever is neither measured nor given.
         given: dotted names of the profile's fields to values; they win over what was measured.
@@ -200,7 +200,15 @@ def fit_trials(
         CalibrationError, ProfileError: the input is refused; nothing has been written.
         OSError: the profile cannot be written.
     """
-    server, trials = read_trials(records_file)
+    read = [read_trials(path) for path in records_files]
+    server, trials = read[0][0], [trial for _, found in read for trial in found]
+    for path, (other, _) in zip(records_files, read, strict=True):
+        for name in ("model", "num_gpu_blocks", "block_size", *LIMITS):
+            if other[name] != server[name]:
+                raise CalibrationError(
+                    f"{path}: {name}: got {other[name]!r}, in {records_files[0]} it is "
+                    f"{server[name]!r}: records of one server are needed"
+                )
     grid = step_points(server, trials)
     coefficients = fit_step_time(grid)
     delays = fit_frontend(trials)
@@ -276,7 +284,7 @@ def calibrate_server(
             f"{records_file}: exists; fit it with --records, or move it to measure anew"
         )
     asyncio.run(_measure(options, limits, records_file, rounds))
-    return fit_trials(records_file, out, template=template, given=given, command=command)
+    return fit_trials([records_file], out, template=template, given=given, command=command)
 
 
 async def _measure(
@@ -284,9 +292,9 @@ async def _measure(
 ) -> None:
     console = Console()
 
-    def on_plan(found: Limits, trials: list[Trial]) -> None:
+    def on_plan(found: Limits, trials: int) -> None:
         console.print(
-            f"{len(trials)} trials in {rounds} rounds, up to {found.max_num_seqs} sequences; "
+            f"{trials} trials in {rounds} rounds, up to {found.max_num_seqs} sequences; "
             f"records: {records_file}"
         )
 

@@ -46,7 +46,7 @@ COUNTERS_PERIOD_S: Final = 0.01
 DECODE_STEPS: Final = 48
 MOST_SEQUENCES: Final = 256
 """More sequences than this are not measured: the fit extends to them."""
-PROMPT_SHARES: Final = (1 / 128, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 0.9)
+PROMPT_SHARES: Final = (1 / 128, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.95)
 """Prompt lengths, as shares of the longest that one step takes."""
 STEPS_BETWEEN: Final = 4
 """Decode steps between two prompts of a mixed trial."""
@@ -92,14 +92,20 @@ class Limits:
     kv_tokens: int
 
 
-def plan(limits: Limits) -> list[Trial]:
+def plan(limits: Limits, shift: float = 0.0) -> list[Trial]:
     """The trials of one round, in order.
+
+    Args:
+        limits: what they must keep to.
+        shift: from 0 up to 1, the round's: lengths and numbers of sequences between those of
+            shift 0, so that rounds together show more than a machine's favourite sizes.
 
     Raises:
         CalibrationError: limits under which the coefficients cannot be told apart.
     """
     longest = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
-    prompts = sorted({max(4, round(share * longest)) for share in PROMPT_SHARES})
+    shares = (share * 2**shift for share in PROMPT_SHARES)
+    prompts = sorted({max(4, round(share * longest)) for share in shares if share <= 1})
     room = limits.max_model_len - 2 * DECODE_STEPS
     if len(prompts) < 4 or room < 64:
         raise CalibrationError(
@@ -107,7 +113,8 @@ def plan(limits: Limits) -> list[Trial]:
             f"{limits.max_num_batched_tokens}; a calibration needs at least 256 of each"
         )
     most = min(limits.max_num_seqs, MOST_SEQUENCES)
-    counts = sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
+    between = (round(2 ** (i + shift)) for i in range(1, most.bit_length()))
+    counts = sorted({1, *(count for count in between if count < most), most})
     trials = [Trial("idle", 0, 0, (tokens,)) for tokens in prompts]
     short = max(16, round(0.03 * room))
     for count in counts:
@@ -116,7 +123,7 @@ def plan(limits: Limits) -> list[Trial]:
             fitting = min(context, limits.kv_tokens // count - 2 * DECODE_STEPS)
             if fitting >= short:
                 trials.append(Trial("decode", count, fitting, ()))
-    for count in sorted({counts[0], max(1, most // 2), max(1, most - 1)}):
+    for count in sorted({1, counts[len(counts) // 2], max(1, most - 1)}):
         if count < most and count * (short + 2 * DECODE_STEPS) <= limits.kv_tokens:
             trials.append(Trial("mixed", count, short, tuple(prompts)))
     trials.append(Trial("burst", 0, 0, (prompts[0],) * BURST))
@@ -291,7 +298,7 @@ async def measure(
     given: dict[str, int],
     records_file: Path,
     rounds: int,
-    on_plan: Callable[[Limits, list[Trial]], None],
+    on_plan: Callable[[Limits, int], None],
     on_trial: Callable[[int, int], None],
 ) -> None:
     """Run all trials and record them.
@@ -302,7 +309,7 @@ async def measure(
             server does not tell, `max_model_len`.
         records_file: takes a line for the server and one for each trial; must not exist.
         rounds: how often the trials are run.
-        on_plan: called before the first trial.
+        on_plan: called before the first trial, with the limits and the number of trials.
         on_trial: called after each, with how many were run and how many will be.
 
     Raises:
@@ -326,8 +333,8 @@ async def measure(
                 "/metrics: no vllm:cache_config_info with num_gpu_blocks and block_size in it"
             )
         limits = _limits(given, max_model_len, page.num_gpu_blocks * page.block_size)
-        trials = plan(limits)
-        on_plan(limits, trials * rounds)
+        trials = [plan(limits, round_ / rounds) for round_ in range(rounds)]
+        on_plan(limits, sum(map(len, trials)))
         salt = options.salt if options.salt is not None else time.time_ns()
         records = RecordFile(records_file)
         try:
@@ -347,7 +354,7 @@ async def measure(
                 }
             )
             bench = Bench(client, model, Prompts(salt, *options.prompt_token_ids), records)
-            await _run_all(bench, trials, rounds, on_trial)
+            await _run_all(bench, trials, on_trial)
         finally:
             records.close()
     finally:
@@ -355,15 +362,15 @@ async def measure(
 
 
 async def _run_all(
-    bench: Bench, trials: Sequence[Trial], rounds: int, on_trial: Callable[[int, int], None]
+    bench: Bench, rounds: Sequence[Sequence[Trial]], on_trial: Callable[[int, int], None]
 ) -> None:
     for kind in ("idle", "decode", "mixed", "burst"):  # what is first of its kind is slow
-        await bench.send(next(trial for trial in trials if trial.kind == kind))
-    number, total = 0, rounds * len(trials)
+        await bench.send(next(trial for trial in rounds[0] if trial.kind == kind))
+    number, total = 0, sum(map(len, rounds))
     gc.collect()
     gc.freeze()
     rng = np.random.default_rng(0)
-    for _ in range(rounds):
+    for trials in rounds:
         for i in rng.permutation(len(trials)):  # a machine that slows down must not look like a law
             await bench.run(trials[int(i)], number)
             number += 1

@@ -151,7 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument("--grid", metavar="FILE", help="measured step times")
     measured.add_argument("--url", metavar="URL", help="measure this running vLLM server")
     measured.add_argument(
-        "--records", metavar="FILE", help="what an earlier --url measured, without the server"
+        "--records",
+        nargs="+",
+        metavar="FILE",
+        help="what earlier --url runs measured, without the server",
     )
     calibrate.add_argument("--out", required=True, metavar="PROFILE", help="YAML file to write")
     calibrate.add_argument("--model", metavar="NAME", help="of the grid, or of the server")
@@ -348,7 +351,11 @@ def _calibrate(options: argparse.Namespace) -> int:
         del given["rounds"]
     elif options.rounds < 1:
         raise ValueError(f"--rounds: got {options.rounds}; accepted is at least 1")
-    words = [word for name, value in given.items() for word in (_option(name), str(value))]
+    words = [
+        word
+        for name, value in given.items()
+        for word in (_option(name), *map(str, value if isinstance(value, list) else [value]))
+    ]
     common: dict[str, Any] = {
         "template": options.template,
         "given": {
@@ -367,7 +374,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     from vllm_tenant_tuning.baselines.calibrate_live import calibrate_server, fit_trials
 
     if options.records is not None:
-        fit_trials(Path(options.records), out, **common)
+        fit_trials([Path(file) for file in options.records], out, **common)
     else:
         calibrate_server(options.url, out, model=options.model, rounds=options.rounds, **common)
     return 0
