@@ -171,6 +171,11 @@ def conclude(
         console.print(line, markup=False, highlight=False)
     if not results:
         raise ValueError(f"records: none of {len(records)} episodes counts, so there is no table")
+    if all(record.policy != reference for record in results):
+        raise ValueError(
+            f"reference: no episode of '{reference}' counts; accepted is another policy, or a run "
+            "in which some do"
+        )
     policies, seeds = ({getattr(r, name) for r in records} for name in ("policy", "seed"))
     summary = write_report(
         out_dir,

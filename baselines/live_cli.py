@@ -127,6 +127,11 @@ def add_protocol(commands: Any) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="say what it would take, and in which order"
     )
+    parser.add_argument(
+        "--repeat-invalid",
+        action="store_true",
+        help="play again the episodes whose load was not delivered",
+    )
     add_server_options(parser)
     parser.set_defaults(run=_protocol)
 
@@ -151,7 +156,14 @@ def _protocol(options: argparse.Namespace) -> int:
         trace_dir=options.trace_dir,
     )
     out_dir = Path(options.out)
-    print(describe(protocol, look_ahead(protocol, out_dir)), flush=True)
+    repeat = options.repeat_invalid
+    print(describe(protocol, look_ahead(protocol, out_dir, repeat_invalid=repeat)), flush=True)
     if not options.dry_run:
-        measure(protocol, out_dir, reference=options.reference, hardware_note=options.hardware_note)
+        measure(
+            protocol,
+            out_dir,
+            reference=options.reference,
+            hardware_note=options.hardware_note,
+            repeat_invalid=repeat,
+        )
     return 0

@@ -177,15 +177,24 @@ def make_protocol(
     )
 
 
-def look_ahead(protocol: Protocol, out_dir: Path) -> Outlook:
+def look_ahead(protocol: Protocol, out_dir: Path, *, repeat_invalid: bool = False) -> Outlook:
     """What the protocol would take, with what `out_dir` has of it already.
+
+    Args:
+        protocol: made by `make_protocol`.
+        out_dir: of its records.
+        repeat_invalid: whether an episode whose load was not delivered is to be played again.
 
     Raises:
         ValueError: the folder holds another protocol.
     """
     _check_same(protocol, out_dir)
     order = protocol.order()
-    known = {record.key for record in read_records(out_dir / EPISODES_FILE) if record.is_whole}
+    known = {
+        record.key
+        for record in read_records(out_dir / EPISODES_FILE)
+        if (record.is_whole and not repeat_invalid) or not record.left_out
+    }
     left = tuple((c, seed) for c, seed in order if _key(protocol, c, seed) not in known)
     control = protocol.scenario.control
     warm_up_s = protocol.warm_up_steps * control.control_interval_s
@@ -234,6 +243,7 @@ def run_protocol(
     out_dir: Path,
     *,
     hardware_note: str = "",
+    repeat_invalid: bool = False,
     make: Callable[..., Env] = make_env,
     rest: Callable[[float], None] = time.sleep,
     on_progress: Callable[[int, int], None] | None = None,
@@ -247,6 +257,7 @@ def run_protocol(
         protocol: made by `make_protocol`.
         out_dir: for the records.
         hardware_note: what the server runs on, and how it was started if not by this run.
+        repeat_invalid: whether an episode whose load was not delivered is played again.
         make: makes the environment, called as `make_env`.
         rest: called with seconds for each cool-down.
         on_progress: called with (episodes done, episodes in all).
@@ -258,7 +269,7 @@ def run_protocol(
         ValueError: the folder holds another protocol, or was measured on another server.
         BackendError: a server on which no episode can begin; what was played is recorded.
     """
-    outlook = look_ahead(protocol, out_dir)
+    outlook = look_ahead(protocol, out_dir, repeat_invalid=repeat_invalid)
     out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / EPISODES_FILE
     if outlook.order:
@@ -296,6 +307,7 @@ def measure(
     *,
     reference: str | None = None,
     hardware_note: str = "",
+    repeat_invalid: bool = False,
 ) -> Summary:
     """Run the protocol, write the report and print the table.
 
@@ -306,7 +318,11 @@ def measure(
     chosen = reference_label(reference, protocol.policies, protocol.contenders)
     with progress_bar("measuring") as on_progress:
         records = run_protocol(
-            protocol, out_dir, hardware_note=hardware_note, on_progress=on_progress
+            protocol,
+            out_dir,
+            hardware_note=hardware_note,
+            repeat_invalid=repeat_invalid,
+            on_progress=on_progress,
         )
     notes = [hardware_note] if hardware_note else []
     return conclude(records, protocol.scenario, chosen, out_dir, None, notes=notes)
