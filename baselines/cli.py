@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 2 with one line on standard error when the input is refused, or 130 after Ctrl-C.
+        0, or 1 where `protocol` has episodes to repeat, or 2 with one line on standard error when
+        the input is refused, or 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"]:  # has its own parser, shared with train.py

@@ -158,12 +158,13 @@ def _protocol(options: argparse.Namespace) -> int:
     out_dir = Path(options.out)
     repeat = options.repeat_invalid
     print(describe(protocol, look_ahead(protocol, out_dir, repeat_invalid=repeat)), flush=True)
-    if not options.dry_run:
-        measure(
-            protocol,
-            out_dir,
-            reference=options.reference,
-            hardware_note=options.hardware_note,
-            repeat_invalid=repeat,
-        )
-    return 0
+    if options.dry_run:
+        return 0
+    whole = measure(
+        protocol,
+        out_dir,
+        reference=options.reference,
+        hardware_note=options.hardware_note,
+        repeat_invalid=repeat,
+    )
+    return 0 if whole else 1

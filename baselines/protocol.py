@@ -43,7 +43,6 @@ from vllm_tenant_tuning.baselines.live import (
     live_conditions,
 )
 from vllm_tenant_tuning.baselines.records import EpisodeRecord, append_record, read_records
-from vllm_tenant_tuning.baselines.statistics import Summary
 from vllm_tenant_tuning.scenario import Scenario
 from vllm_tenant_tuning.workload import Workload
 
@@ -308,8 +307,11 @@ def measure(
     reference: str | None = None,
     hardware_note: str = "",
     repeat_invalid: bool = False,
-) -> Summary:
+) -> bool:
     """Run the protocol, write the report and print the table.
+
+    Returns:
+        Whether all episodes are whole; else another run has some to repeat.
 
     Raises:
         ValueError: a reference that is refused, before anything is played; see `run_protocol`.
@@ -325,7 +327,8 @@ def measure(
             on_progress=on_progress,
         )
     notes = [hardware_note] if hardware_note else []
-    return conclude(records, protocol.scenario, chosen, out_dir, None, notes=notes)
+    conclude(records, protocol.scenario, chosen, out_dir, None, notes=notes)
+    return all(record.is_whole for record in records)
 
 
 def _key(protocol: Protocol, contender: Contender, seed: int) -> tuple[str, str, str, int]:
