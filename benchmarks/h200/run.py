@@ -109,6 +109,9 @@ class Runner:
     Args:
         options: of the command line.
         target: what is measured.
+
+    Attributes:
+        stage: the one that runs.
     """
 
     def __init__(self, options: argparse.Namespace, target: Target) -> None:
@@ -117,7 +120,7 @@ class Runner:
         self._out = Path(options.out).absolute()
         self._records = self._out / "records"
         self._logs = self._records / "logs"
-        self._stage = ""
+        self.stage = ""
         self._server: subprocess.Popen[bytes] | None = None
         self._url = ""
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -136,7 +139,8 @@ class Runner:
 
     @property
     def _client(self) -> list[str]:
-        return [self._python, "-m", "vllm_tenant_tuning.baselines.cli"]
+        start = "from vllm_tenant_tuning.baselines.cli import main; raise SystemExit(main())"
+        return [self._python, "-c", start]
 
     def run(self) -> None:
         """Run what is left, and end the server whatever happens."""
@@ -160,7 +164,7 @@ class Runner:
                 if name in self._options.skip:
                     print(f"{name}: skipped", flush=True)
                     continue
-                self._stage = name
+                self.stage = name
                 began_s = time.monotonic()
                 print(f"{name}: begins; its output: {self._log}", flush=True)
                 stage()
@@ -298,7 +302,7 @@ class Runner:
 
     @property
     def _log(self) -> Path:
-        return self._logs / f"{self._stage}.log"
+        return self._logs / f"{self.stage}.log"
 
     @property
     def _trials(self) -> Path:
@@ -362,7 +366,8 @@ class Runner:
             except (urllib.error.URLError, OSError):
                 time.sleep(1.0)
         raise StageError(
-            f"vllm serve was not ready within {READY_TIMEOUT_S:g} s; the end of {log}:\n{_tail(log)}"
+            f"vllm serve was not ready within {READY_TIMEOUT_S:g} s; the end of {log}:\n"
+            f"{_tail(log)}"
         )
 
 
@@ -398,11 +403,11 @@ def main() -> int:
     try:
         runner.run()
     except StageError as error:
-        print(f"stage {runner._stage} failed: {error}", file=sys.stderr)
+        print(f"stage {runner.stage} failed: {error}", file=sys.stderr)
         print("the same command goes on with this stage", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"interrupted in stage {runner._stage}; the same command goes on", file=sys.stderr)
+        print(f"interrupted in stage {runner.stage}; the same command goes on", file=sys.stderr)
         return 130
     return 0
 
