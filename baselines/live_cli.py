@@ -138,6 +138,7 @@ def add_protocol(commands: Any) -> None:
 
 def _protocol(options: argparse.Namespace) -> int:
     from vllm_tenant_tuning.baselines.cli import parse_seeds
+    from vllm_tenant_tuning.baselines.comparison import reference_label
     from vllm_tenant_tuning.baselines.protocol import (
         describe,
         look_ahead,
@@ -155,6 +156,7 @@ def _protocol(options: argparse.Namespace) -> int:
         options=checked_server_options(options),
         trace_dir=options.trace_dir,
     )
+    reference = reference_label(options.reference, protocol.policies, protocol.contenders)
     out_dir = Path(options.out)
     repeat = options.repeat_invalid
     print(describe(protocol, look_ahead(protocol, out_dir, repeat_invalid=repeat)), flush=True)
@@ -163,7 +165,7 @@ def _protocol(options: argparse.Namespace) -> int:
     whole = measure(
         protocol,
         out_dir,
-        reference=options.reference,
+        reference,
         hardware_note=options.hardware_note,
         repeat_invalid=repeat,
     )

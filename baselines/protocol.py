@@ -25,7 +25,7 @@ import gymnasium as gym
 import numpy as np
 
 from vllm_tenant_tuning.agents import make_policy
-from vllm_tenant_tuning.baselines.comparison import conclude, progress_bar, reference_label
+from vllm_tenant_tuning.baselines.comparison import conclude, progress_bar
 from vllm_tenant_tuning.baselines.evaluate import (
     EPISODES_FILE,
     Contender,
@@ -303,21 +303,27 @@ def run_protocol(
 def measure(
     protocol: Protocol,
     out_dir: Path,
+    reference: str,
     *,
-    reference: str | None = None,
     hardware_note: str = "",
     repeat_invalid: bool = False,
 ) -> bool:
     """Run the protocol, write the report and print the table.
 
+    Args:
+        protocol: made by `make_protocol`.
+        out_dir: for records and report.
+        reference: the label of the policy that the others are compared with.
+        hardware_note: see `run_protocol`.
+        repeat_invalid: see `run_protocol`.
+
     Returns:
         Whether all episodes are whole; else another run has some to repeat.
 
     Raises:
-        ValueError: a reference that is refused, before anything is played; see `run_protocol`.
+        ValueError: see `run_protocol`, or no episode that counts.
         BackendError: see `run_protocol`.
     """
-    chosen = reference_label(reference, protocol.policies, protocol.contenders)
     with progress_bar("measuring") as on_progress:
         records = run_protocol(
             protocol,
@@ -327,7 +333,7 @@ def measure(
             on_progress=on_progress,
         )
     notes = [hardware_note] if hardware_note else []
-    conclude(records, protocol.scenario, chosen, out_dir, None, notes=notes)
+    conclude(records, protocol.scenario, reference, out_dir, None, notes=notes)
     return all(record.is_whole for record in records)
 
 
@@ -409,7 +415,7 @@ def _note_run(
             "client": {
                 "vllm_tenant_tuning": version("vllm-tenant-tuning"),
                 "python": platform.python_version(),
-                "machine": platform.platform(),
+                "machine": f"{platform.system()} {platform.machine()}",
                 "cpus": os.cpu_count(),
             },
         }
