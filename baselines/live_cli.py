@@ -48,7 +48,13 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
         found["url"] = options.url
     if options.serve is not None:
         found["model"] = options.serve
-        found["serve"] = tuple(shlex.split(options.serve_arguments or ""))
+        try:
+            found["serve"] = tuple(shlex.split(options.serve_arguments or ""))
+        except ValueError as error:
+            raise ValueError(
+                f"--serve-arguments: got '{options.serve_arguments}'; accepted are a shell's "
+                f"words: {error}"
+            ) from error
     elif options.serve_arguments is not None or options.vllm is not None:
         name = "serve-arguments" if options.serve_arguments is not None else "vllm"
         raise ValueError(f"--{name}: accepted with --serve, which starts a server")
@@ -60,7 +66,10 @@ def server_options(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--live: got '{text}'; accepted is KEY=VALUE")
         if key in found or key in ("url", "serve", "out_dir", "vllm"):
             raise ValueError(f"--live: {key} is set by another option, or twice")
-        found[key] = yaml.safe_load(value)
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--live: got '{text}'; accepted is KEY=VALUE in YAML") from error
     return found
 
 

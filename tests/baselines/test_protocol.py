@@ -380,6 +380,12 @@ LIVE = ["--url", "http://127.0.0.1:1"]
         (["protocol", *LIVE, "--live", "workers"], "accepted is KEY=VALUE"),
         (["protocol", *LIVE, "--live", "worker=2"], "worker: unknown key"),
         (["protocol", *LIVE, "--live", "workers=none"], "workers: got 'none'"),
+        (["protocol", *LIVE, "--live", "workers=["], "accepted is KEY=VALUE in YAML"),
+        (["protocol", "--serve", "m", "--serve-arguments", "a 'b"], "No closing quotation"),
+        (
+            ["protocol", "--serve", "m", "--serve-arguments", "--api-key k3y"],
+            "--api-key is refused",
+        ),
         (["protocol", *LIVE, "--live", "out_dir=x"], "out_dir is set by another option"),
         (["protocol", *LIVE, "--policies", "nave"], "policy: got 'nave'"),
         (["protocol", *LIVE, "--policies", "static,static"], "names must differ"),
@@ -401,6 +407,7 @@ def test_a_wrong_option_is_one_message_before_anything_runs(
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith("error: ")
     assert message in line
+    assert "k3y" not in line
     assert not out_dir.exists()
 
 
