@@ -376,7 +376,7 @@ def _table(cell: Cell, result: dict[str, Any]) -> Table:
     )
     note = f"a step alone {now[0]:+.0f} % and {now[1]:+.0f} % from the profile, before and after"
     if result["delivery"]["invalid"]:
-        note += f"; INVALID: {'; '.join(result['load']['invalid'])}"
+        note += f"; INVALID: {'; '.join(result['delivery']['invalid'])}"
     table = Table(title=f"{', '.join(reversed(cell.titles))}: {note}")
     table.add_column("tenant")
     table.add_column("measure")
