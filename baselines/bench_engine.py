@@ -18,7 +18,7 @@ from vllm_tenant_tuning.workload import Workload
 PROFILE = "h200-llama-3.1-8b"
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 256
-REPEATS = 5
+REPEATS = 20
 VECTOR_SCENARIO = "h200_chat_batch"
 VECTOR_ENVS = 256
 

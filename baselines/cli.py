@@ -12,6 +12,13 @@ from typing import Any, Final
 
 import yaml
 
+from vllm_tenant_tuning.backends import BACKENDS, BackendError
+from vllm_tenant_tuning.baselines.live_cli import (
+    add_protocol,
+    add_server_options,
+    checked_server_options,
+    server_options,
+)
 from vllm_tenant_tuning.scenario import load_scenario, scenario_names
 
 CALIBRATE_OPTIONS: Final[dict[str, tuple[str, type]]] = {
@@ -55,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 2 with one line on standard error when the input is refused, or 130 after Ctrl-C.
+        0, or 1 where `protocol` has episodes to repeat, or 2 with one line on standard error when
+        the input is refused, or 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"]:  # has its own parser, shared with train.py
@@ -65,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, BackendError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -109,10 +117,14 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--out", required=True, metavar="DIR", help="records and report")
     evaluate.add_argument("--trace-dir", metavar="DIR", help="folder of the trace files")
     evaluate.add_argument("--workers", type=int, metavar="N", help="processes (default: cores)")
+    evaluate.add_argument(
+        "--backend", default="sim", choices=BACKENDS, help="simulation (default) or a live server"
+    )
     evaluate.add_argument("--ray", metavar="ADDRESS", help=RAY_HELP)
     evaluate.add_argument(
         "--reference", metavar="POLICY", help="compared with (default: best static, or the first)"
     )
+    add_server_options(evaluate)
     llm = evaluate.add_argument_group("LLMs", "set keys of every llm policy's configuration")
     for option, (_, kind, metavar, meaning) in LLM_OPTIONS.items():
         llm.add_argument(option, type=kind, metavar=metavar, help=meaning)
@@ -127,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         "--replay", metavar="DIR", help="answers from the --out of an earlier run, no network"
     )
     evaluate.set_defaults(run=_evaluate)
+    add_protocol(commands)
 
     commands.add_parser("policies", help="list the policies").set_defaults(run=_list_policies)
 
@@ -256,12 +269,17 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     if options.ray is not None and options.workers is not None:
         raise ValueError("--workers: accepted are processes of this machine, without --ray")
+    live = options.backend == "live"
+    if not live and server_options(options):
+        raise ValueError("--url, --serve, --live: accepted with --backend live")
     policies = options.policies.split(",") if options.policies else list(RULE_POLICIES)
     compare(
         _with_llm_options(policies, options),
         load_scenario(options.scenario),
         parse_seeds(options.seeds),
         Path(options.out),
+        backend=options.backend,
+        backend_options=checked_server_options(options) if live else None,
         reference=options.reference,
         trace_dir=options.trace_dir,
         workers=options.workers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,14 @@ from rich.progress import (
 from rich.table import Table
 
 from vllm_tenant_tuning.baselines.distributed import RayCluster
-from vllm_tenant_tuning.baselines.evaluate import Contender, evaluate, resolve, trajectories
+from vllm_tenant_tuning.baselines.evaluate import (
+    Contender,
+    Trajectory,
+    evaluate,
+    resolve,
+    trajectories,
+)
+from vllm_tenant_tuning.baselines.live import RAW_FOLDER, recorded_trajectories, split_results
 from vllm_tenant_tuning.baselines.records import DecisionRecord, EpisodeRecord
 from vllm_tenant_tuning.baselines.report import rich_table, write_report
 from vllm_tenant_tuning.baselines.statistics import Summary
@@ -50,6 +57,8 @@ def compare(
     seeds: range,
     out_dir: Path,
     *,
+    backend: str = "sim",
+    backend_options: Mapping[str, Any] | None = None,
     reference: str | None = None,
     trace_dir: str | Path | None = None,
     workers: int | None = None,
@@ -58,11 +67,16 @@ def compare(
 ) -> Summary:
     """Play the policies, write the report and print the table.
 
+    Of a live server, episodes that a fault truncated and those whose load was not delivered are
+    left out, and said to be.
+
     Args:
         policies: as `evaluate` takes them.
         scenario: the task.
         seeds: the same for all.
         out_dir: for records and report.
+        backend: the backend's name.
+        backend_options: its keyword arguments; live records go to `out_dir`.
         reference: a policy's text or label; by default the best static, or else the first.
         trace_dir: the folder of the trace files.
         workers: processes.
@@ -70,10 +84,51 @@ def compare(
         learning_curve: of the trained policy among them: timesteps, mean, low, high.
 
     Raises:
-        ValueError: a policy, reference or trace that is refused, before anything is played.
+        ValueError: a policy, reference, trace or option that is refused, before anything is
+            played; or no live episode that counts.
+        BackendError: a live server on which no episode can begin.
     """
-    console = Console()
     contenders = [resolve(policy, scenario, trace_dir) for policy in policies]
+    chosen = reference_label(reference, policies, contenders)
+    options = dict(backend_options or {})
+    if backend == "live":
+        options["out_dir"] = out_dir / RAW_FOLDER
+    with progress_bar("evaluating") as on_progress:
+        records = evaluate(
+            contenders,
+            scenario,
+            seeds,
+            out_dir,
+            backend=backend,
+            backend_options=options,
+            trace_dir=trace_dir,
+            workers=workers,
+            cluster=cluster,
+            on_progress=on_progress,
+        )
+    shown = (
+        trajectories(contenders, scenario, seeds[0], trace_dir, out_dir)
+        if backend == "sim"
+        else None
+    )
+    return conclude(records, scenario, chosen, out_dir, shown, learning_curve=learning_curve)
+
+
+def reference_label(
+    reference: str | None,
+    policies: Sequence[str | Contender],
+    contenders: Sequence[Contender],
+) -> str:
+    """The label of the policy that the others are compared with.
+
+    Args:
+        reference: a policy's text or label; None for the best static, or else the first.
+        policies: as they were asked for.
+        contenders: what they are, in the same order.
+
+    Raises:
+        ValueError: none of them.
+    """
     labels = [contender.label for contender in contenders]
     named: dict[str | Contender, str] = {
         **dict(zip(policies, labels, strict=True)),
@@ -83,29 +138,59 @@ def compare(
     if chosen not in named:
         accepted = [name for name in named if isinstance(name, str)]
         raise ValueError(f"reference: got '{chosen}'; accepted are {', '.join(accepted)}")
-    with progress_bar("evaluating") as on_progress:
-        records = evaluate(
-            contenders,
-            scenario,
-            seeds,
-            out_dir,
-            trace_dir=trace_dir,
-            workers=workers,
-            cluster=cluster,
-            on_progress=on_progress,
+    return named[chosen]
+
+
+def conclude(
+    records: Sequence[EpisodeRecord],
+    scenario: Scenario,
+    reference: str,
+    out_dir: Path,
+    shown: Mapping[str, Trajectory] | None,
+    *,
+    learning_curve: Sequence[tuple[int, float, float, float]] | None = None,
+    notes: Sequence[str] = (),
+) -> Summary:
+    """Write the report and print the table of the episodes that count.
+
+    Args:
+        records: all of them, `out_dir`'s.
+        scenario: the task.
+        reference: the label of the policy that the others are compared with.
+        out_dir: for the report.
+        shown: of one episode, by policy; None for those of the raw live records.
+        learning_curve: of the trained policy among them: timesteps, mean, low, high.
+        notes: paragraphs at the end of the report.
+
+    Raises:
+        ValueError: no episode counts, or none of the reference.
+    """
+    console = Console()
+    results, left_out = split_results(records)
+    for line in left_out:
+        console.print(line, markup=False, highlight=False)
+    if not results:
+        raise ValueError(f"records: none of {len(records)} episodes counts, so there is no table")
+    if all(record.policy != reference for record in results):
+        raise ValueError(
+            f"reference: no episode of '{reference}' counts; accepted is another policy, or a run "
+            "in which some do"
         )
+    policies, seeds = ({getattr(r, name) for r in records} for name in ("policy", "seed"))
     summary = write_report(
         out_dir,
         scenario,
-        records,
-        named[chosen],
-        trajectories(contenders, scenario, seeds[0], trace_dir, out_dir),
-        title=f"{scenario.name}: {len(contenders)} policies, {len(seeds)} seeds",
+        results,
+        reference,
+        recorded_trajectories(results, out_dir) if shown is None else shown,
+        title=f"{scenario.name}: {len(policies)} policies, {len(seeds)} seeds",
         learning_curve=learning_curve,
+        left_out=left_out,
+        notes=notes,
     )
     console.print(rich_table(summary))
-    if any(record.decisions for record in records):
-        console.print(decisions_table(records))
+    if any(record.decisions for record in results):
+        console.print(decisions_table(results))
     console.print(f"report: {out_dir / 'report.html'}")
     return summary
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from vllm_tenant_tuning.agents.rl import MODEL_FILE, NORMALIZATION_FILE, RUN_CON
 from vllm_tenant_tuning.backends import RequestOutcomes
 from vllm_tenant_tuning.baselines.best_static import find_best_static
 from vllm_tenant_tuning.baselines.distributed import Files, RayCluster, trace_files
+from vllm_tenant_tuning.baselines.live import live_conditions, live_record
 from vllm_tenant_tuning.baselines.parallel import run_here
 from vllm_tenant_tuning.baselines.records import (
     EpisodeRecord,
@@ -72,6 +73,8 @@ class Contender:
         return self.text.partition(":")[0] == "llm"
 
 
+Env = gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]]
+
 Trajectory = dict[str, npt.NDArray[np.float64]]
 """One episode over time: `time_s` (K,), and (K, n_tenants) each `caps`, `queued`,
 `latency_p99_s` (NaN before the first completion), `completed` and `dropped` (requests in the
@@ -85,6 +88,7 @@ def evaluate(
     out_dir: str | Path,
     *,
     backend: str = "sim",
+    backend_options: Mapping[str, Any] | None = None,
     trace_dir: str | Path | None = None,
     workers: int | None = None,
     cluster: RayCluster | None = None,
@@ -92,7 +96,9 @@ def evaluate(
 ) -> list[EpisodeRecord]:
     """Play every policy on every seed and record each episode as it ends.
 
-    Records already in `out_dir` of the same scenario, policy and seed are not played again.
+    Whole episodes already recorded in `out_dir`, of the same scenario, policy and seed, are not
+    played again; those that a fault cut short are. On a live server the episodes are played one
+    after the other.
 
     Args:
         policies: texts that `resolve` accepts, or what it gave.
@@ -100,17 +106,20 @@ def evaluate(
         seeds: the same for all policies (common random numbers).
         out_dir: where `episodes.jsonl` is kept.
         backend: the backend's name.
+        backend_options: its keyword arguments (live: `LiveOptions`).
         trace_dir: the folder of the trace files.
-        workers: processes; None for one for each core.
+        workers: processes; None for one for each core. Only for a simulation, like `cluster`.
         cluster: plays in place of processes of this machine. Traces and model files are sent to
             it.
         on_progress: called with (episodes done, episodes in all).
 
     Returns:
-        The records, policy by policy in the order given, seeds in theirs.
+        The records, policy by policy in the order given, seeds in theirs; of an episode that
+        was never whole, the last attempt (see `EpisodeRecord.left_out`).
 
     Raises:
-        ValueError: a policy, scenario or trace that is refused, before anything is played.
+        ValueError: a policy, scenario, trace or option that is refused, before anything is played.
+        BackendError: a live server on which no episode can begin; what was played is recorded.
     """
     task = load_scenario(scenario)
     if not seeds:
@@ -124,11 +133,18 @@ def evaluate(
             "cluster: got an LLM agent; accepted are policies without transcripts, which a cluster "
             "would leave on its machines"
         )
-    make_env(task, backend, trace_dir).close()
+    if backend != "sim" and (cluster is not None or workers is not None):
+        raise ValueError(
+            f"{'workers' if cluster is None else 'cluster'}: accepted in simulation; a live server "
+            "plays one episode at a time"
+        )
+    options = dict(backend_options or {})
+    make_env(task, backend, trace_dir, **options).close()
+    conditions = live_conditions(options) if backend == "live" else ""
 
     path = Path(out_dir) / EPISODES_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    digests = {c.label: digest(task, c.text, trace_dir) for c in contenders}
+    digests = {c.label: digest(task, c.text, trace_dir, conditions) for c in contenders}
     known = completed_keys(path)
     parts: list[tuple[Contender, list[int]]] = []
     for contender in contenders:
@@ -138,15 +154,17 @@ def evaluate(
             if (task.name, digests[contender.label], contender.label, seed) not in known
         ]
         # an LLM's episode is long, and waits for the network rather than for a core
-        n_seeds = 1 if contender.is_llm else SEEDS_PER_TASK
+        n_seeds = 1 if contender.is_llm or backend != "sim" else SEEDS_PER_TASK
         parts += [(contender, missing[i : i + n_seeds]) for i in range(0, len(missing), n_seeds)]
     total = len(contenders) * len(seeds)
     done = total - sum(len(chunk) for _, chunk in parts)
     tasks = [
-        _Task(task, backend, trace_dir, contender, digests[contender.label], chunk, Path(out_dir))
+        Task(task, backend, trace_dir, contender, digests[contender.label], chunk, Path(out_dir))
         for contender, chunk in parts
     ]
-    if cluster is None:
+    if backend != "sim":
+        batches = _run_in_turn(tasks, options)
+    elif cluster is None:
         batches = run_here(_run_task, tasks, workers)
     else:
         batches = cluster.run(_run_sent, _with_files(tasks))
@@ -190,16 +208,37 @@ def resolve(text: str | Contender, scenario: Scenario, trace_dir: str | Path | N
 
 
 def make_env(
-    scenario: Scenario, backend: str = "sim", trace_dir: str | Path | None = None
-) -> gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    scenario: Scenario,
+    backend: str = "sim",
+    trace_dir: str | Path | None = None,
+    **backend_options: Any,
+) -> Env:
     """The scalar environment that evaluations play."""
-    return gym.make("VLLMTenantTuning-v0", scenario=scenario, backend=backend, trace_dir=trace_dir)
+    return gym.make(
+        "VLLMTenantTuning-v0",
+        scenario=scenario,
+        backend=backend,
+        trace_dir=trace_dir,
+        **backend_options,
+    )
 
 
-def digest(scenario: Scenario, policy_text: str, trace_dir: str | Path | None) -> str:
-    """Twelve hex digits of all that an episode's result depends on but the seed."""
+def digest(
+    scenario: Scenario,
+    policy_text: str,
+    trace_dir: str | Path | None,
+    conditions: str = "",
+) -> str:
+    """Twelve hex digits of all that an episode's result depends on but the seed.
+
+    Args:
+        scenario: the task.
+        policy_text: a contender's.
+        trace_dir: the folder of the trace files.
+        conditions: what else it depends on; nothing in simulation.
+    """
     content = hashlib.sha256(scenario.model_dump_json().encode())
-    content.update(f"\n{policy_text}\n{trace_dir}".encode())
+    content.update(f"\n{policy_text}\n{trace_dir}{conditions}".encode())
     if policy_text.startswith("model:"):
         model = Path(policy_text.removeprefix("model:"))
         file = model / "model.zip" if model.is_dir() else model
@@ -209,9 +248,7 @@ def digest(scenario: Scenario, policy_text: str, trace_dir: str | Path | None) -
     return content.hexdigest()[:12]
 
 
-def play(
-    env: gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]], policy: Policy, seed: int
-) -> tuple[EpisodeRecord, Trajectory]:
+def play(env: Env, policy: Policy, seed: int) -> tuple[EpisodeRecord, Trajectory]:
     """Play one episode.
 
     Args:
@@ -232,6 +269,7 @@ def play(
     total = 0.0
     cap_changes = 0
     caps = info["caps"]
+    live: list[dict[str, Any]] = []
     truncated = False
     while not truncated:
         observation, reward, _, truncated, info = env.step(policy.act(observation, info))
@@ -241,6 +279,8 @@ def play(
         cap_changes += int((info["caps"] != caps).sum())
         caps = info["caps"]
         seen.append(info["telemetry"])
+        if "live" in info:
+            live.append(info["live"])
     wall_s = time.perf_counter() - began
     tenants = np.stack([telemetry.tenants for telemetry in seen])
     record = _record(
@@ -257,6 +297,8 @@ def play(
         wall_s,
         policy.decision_summary() if isinstance(policy, TranscribedPolicy) else None,
     )
+    if live:
+        record = record.model_copy(update={"live": live_record(live)})
     trajectory = {
         "time_s": np.array([float(telemetry.cluster["time_s"]) for telemetry in seen]),
         "caps": tenants["cap"],
@@ -329,7 +371,8 @@ def _record(
     decisions: dict[str, Any] | None,
 ) -> EpisodeRecord:
     last = tenants[-1]
-    episode_s = float(cluster["time_s"][-1])
+    # where a live episode's load died in the first interval no time was read
+    episode_s = max(float(cluster["time_s"][-1]), scenario.control.control_interval_s)
     good = tenants["good"].sum(axis=0)
     mean_in_flight = tenants["mean_in_flight"].mean(axis=0)
     latency_s = outcomes.latency_s
@@ -393,7 +436,7 @@ def _jain(completed: npt.NDArray[np.float64], arrived: npt.NDArray[np.float64]) 
     return float(share.sum() ** 2 / (share.size * (share**2).sum()))
 
 
-class _Task(NamedTuple):
+class Task(NamedTuple):
     """Some episodes of one contender."""
 
     scenario: Scenario
@@ -405,9 +448,28 @@ class _Task(NamedTuple):
     out_dir: Path
 
 
-def _run_task(task: _Task) -> list[EpisodeRecord]:
+def _run_task(task: Task) -> list[EpisodeRecord]:
+    with closing(make_env(task.scenario, task.backend, task.trace_dir)) as env:
+        return play_task(env, task)
+
+
+def _run_in_turn(
+    tasks: Sequence[Task], backend_options: Mapping[str, Any]
+) -> Generator[list[EpisodeRecord], None, None]:
+    """The tasks' records, one task after the other in one environment."""
+    if not tasks:
+        return
+    first = tasks[0]
+    with closing(
+        make_env(first.scenario, first.backend, first.trace_dir, **backend_options)
+    ) as env:
+        for task in tasks:
+            yield play_task(env, task)
+
+
+def play_task(env: Env, task: Task) -> list[EpisodeRecord]:
+    """Play the task's episodes in an environment of its scenario."""
     backend, contender = task.backend, task.contender
-    env = make_env(task.scenario, backend, task.trace_dir)
     policy = make_policy(contender.text)
     if isinstance(policy, TranscribedPolicy):
         policy.record_to(_transcripts(task.out_dir, contender))
@@ -424,11 +486,10 @@ def _run_task(task: _Task) -> list[EpisodeRecord]:
         records.append(record.model_copy(update=update))
     if isinstance(policy, TranscribedPolicy):
         policy.close()
-    env.close()
     return records
 
 
-def _with_files(tasks: Sequence[_Task]) -> list[tuple[_Task, Files, Files]]:
+def _with_files(tasks: Sequence[Task]) -> list[tuple[Task, Files, Files]]:
     """Each task with the traces and the model that a worker on another machine lacks."""
     traces: Files | None = None
     models: dict[Contender, Files] = {}
@@ -458,7 +519,7 @@ def _model_files(policy_text: str) -> Files:
     )
 
 
-def _run_sent(task: _Task, traces: Files, model: Files) -> list[EpisodeRecord]:
+def _run_sent(task: Task, traces: Files, model: Files) -> list[EpisodeRecord]:
     """`_run_task` on a worker."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

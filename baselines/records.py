@@ -85,6 +85,37 @@ class DecisionRecord(BaseModel):
     latency_max_s: float | None
 
 
+class LiveRecord(BaseModel):
+    """How an episode on a live server went.
+
+    Attributes:
+        folder: of the raw records, from the folder that this record lies in.
+        server: its URL, model, version and KV blocks.
+        fault: a sentence on why the episode was truncated; empty if it was not.
+        invalid: why its load is not what was scheduled; empty if it is.
+        scheduled, delivered: requests due, and those that reached the gate.
+        send_lateness_p99_s: of the sends of the episode.
+        event_loop_lag_max_s: of the load's event loops.
+        overrun_max_s: by how much the policy missed the end of an interval.
+        prefix_hit_rate: share of prompt tokens that the server had in its prefix cache.
+        server_restarts: noticed during the episode.
+    """
+
+    model_config = _CONFIG
+
+    folder: str
+    server: dict[str, str | int | None]
+    fault: str
+    invalid: tuple[str, ...]
+    scheduled: int
+    delivered: int
+    send_lateness_p99_s: float
+    event_loop_lag_max_s: float
+    overrun_max_s: float
+    prefix_hit_rate: float
+    server_restarts: int
+
+
 class EpisodeRecord(BaseModel):
     """One episode of one policy.
 
@@ -117,6 +148,7 @@ class EpisodeRecord(BaseModel):
             that met their SLOs and for tokens emitted, where the scenario assumes a price.
             All of these are None where the engine has no tokens.
         decisions: what an LLM's decisions came to; None for other policies.
+        live: how it went on a live server; None in simulation.
         tenants: the same per tenant.
     """
 
@@ -154,12 +186,28 @@ class EpisodeRecord(BaseModel):
     usd_per_1000_good: float | None = None
     usd_per_million_tokens: float | None = None
     decisions: DecisionRecord | None = None
+    live: LiveRecord | None = None
     tenants: dict[str, TenantRecord]
 
     @property
     def key(self) -> tuple[str, str, str, int]:
         """What makes two records the same episode."""
         return (self.scenario, self.scenario_digest, self.policy, self.seed)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the episode ran to its end; one that a fault cut short is played again."""
+        return self.truncation == "time_limit"
+
+    @property
+    def left_out(self) -> str:
+        """Why the episode is no result; empty if it is one."""
+        if not self.is_whole:
+            detail = f": {self.live.fault}" if self.live is not None and self.live.fault else ""
+            return f"truncated by {self.truncation}{detail}"
+        if self.live is not None and self.live.invalid:
+            return f"the load was not delivered: {'; '.join(self.live.invalid)}"
+        return ""
 
 
 def append_record(path: Path, record: EpisodeRecord) -> None:
@@ -209,5 +257,5 @@ def read_records(path: Path) -> list[EpisodeRecord]:
 
 
 def completed_keys(path: Path) -> set[tuple[str, str, str, int]]:
-    """The keys of the episodes that a file holds."""
-    return {record.key for record in read_records(path)}
+    """The keys of the whole episodes that a file holds."""
+    return {record.key for record in read_records(path) if record.is_whole}

@@ -44,6 +44,7 @@ def write_report(
     *,
     title: str,
     learning_curve: Sequence[tuple[int, float, float, float]] | None = None,
+    left_out: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Summary:
     """Write `summary.json`, `table.md`, figures as PNG and SVG, and `report.html` with all of it.
@@ -56,6 +57,7 @@ def write_report(
         trajectories: of one episode, by policy; none for no such figure.
         title: of the page.
         learning_curve: timesteps, mean return and its interval.
+        left_out: a sentence on each episode that is not among the records, and why.
         notes: paragraphs at the end.
 
     Returns:
@@ -75,7 +77,7 @@ def write_report(
         figures["learning_curve"] = plots.learning_curve_plot(learning_curve)
     out_dir.mkdir(parents=True, exist_ok=True)
     drawn = {name: plots.save_plot(figure, out_dir, name) for name, figure in figures.items()}
-    caveats = _caveats(records, summary)
+    caveats = [*left_out, *_caveats(records, summary)]
     content = summary.to_dict() | {
         "scenario": scenario.name,
         "seeds": sorted({record.seed for record in records}),
@@ -83,7 +85,8 @@ def write_report(
         "caveats": caveats,
     }
     (out_dir / "summary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (out_dir / "table.md").write_text(markdown_table(summary), encoding="utf-8")
+    table = markdown_table(summary) + "".join(f"\n{_markdown(line)}\n" for line in left_out)
+    (out_dir / "table.md").write_text(table, encoding="utf-8")
 
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         (resources.files("vllm_tenant_tuning.baselines") / "templates" / "report.html").read_text(

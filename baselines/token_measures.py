@@ -36,15 +36,15 @@ def token_measures(
     engine = scenario.engine
     if not isinstance(engine, ContinuousBatchingEngine):
         return {}
-    tokens = float(cluster["generation_tokens"].sum())
+    tokens = _sum(cluster["generation_tokens"])
     energy_j = float(cluster["energy_j"].sum())
     price_usd = (engine.gpu_price_per_hour_usd or np.nan) * episode_s / 3600
     return {
         **latency_measures(outcomes),
         "ttft_p50_s": _percentile(outcomes.ttft_s, 50),
         "tpot_p50_s": _percentile(outcomes.tpot_s, 50),
-        "preemptions": float(cluster["preemptions"].sum()),
-        "generation_tokens_per_s": tokens / episode_s,
+        "preemptions": _finite(_sum(cluster["preemptions"])),
+        "generation_tokens_per_s": _finite(tokens / episode_s),
         "energy_j": _finite(energy_j),
         "usd_per_1000_good": _ratio(1e3 * price_usd, good),
         "usd_per_million_tokens": _ratio(1e6 * price_usd, tokens),
@@ -67,6 +67,14 @@ def latency_measures(outcomes: RequestOutcomes, of: Any = slice(None)) -> Measur
 def _percentile(values: npt.NDArray[np.float64], level: float) -> float | None:
     known = values[~np.isnan(values)]
     return float(np.percentile(known, level)) if known.size else None
+
+
+def _sum(growth: npt.NDArray[np.float64]) -> float:
+    """What a counter grew by; NaN if it was never read.
+
+    An interval in which it was not read is counted with the next one in which it was.
+    """
+    return np.nan if np.isnan(growth).all() else float(np.nansum(growth))
 
 
 def _ratio(part: float, whole: float) -> float | None:

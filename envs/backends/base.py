@@ -15,6 +15,10 @@ from vllm_tenant_tuning.workload import RequestStream
 BACKENDS = ("sim", "live")
 
 
+class BackendError(RuntimeError):
+    """What a backend stands on is not there: no episode can begin until it is."""
+
+
 class Outcome(enum.IntEnum):
     """What has become of a request."""
 

@@ -277,7 +277,7 @@ def test_a_worker_needs_neither_the_models_nor_the_traces_of_the_driver(tmp_path
     here = evaluate(contenders, scenario, range(2), tmp_path, trace_dir=traces, workers=1)
     tasks = module._with_files(
         [
-            module._Task(scenario, "sim", traces, c, here[2 * i].scenario_digest, [0, 1], tmp_path)
+            module.Task(scenario, "sim", traces, c, here[2 * i].scenario_digest, [0, 1], tmp_path)
             for i, c in enumerate(contenders)
         ]
     )

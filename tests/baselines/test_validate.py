@@ -146,7 +146,7 @@ def write_episode(
 
 
 SPEED = {"ttft_s": 0.1, "ttft_s_predicted": 0.1, "step_s": 0.02, "step_s_predicted": 0.02}
-DELIVERY: dict[str, Any] = {"invalid": []}
+DELIVERY: dict[str, Any] = {"invalid": ["sends were late by 30.0 ms"]}
 
 
 def played_before(out: Path, cell: Cell, scenario: Scenario, seed: int, stretch: float) -> None:
@@ -185,7 +185,9 @@ def test_recorded_episodes_are_compared_without_a_server(
                 assert row[field][q]["error"] == pytest.approx(1 / stretch - 1, abs=1e-3)
         assert row["throughput_rps"]["error"] == 0
     assert (tmp_path / "validation.svg").stat().st_size < 200_000
-    assert "0 of them still to be played live" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "0 of them still to be played live" in printed
+    assert printed.count("INVALID: sends were late by 30.0 ms") == 2
 
 
 def test_records_of_other_requests_are_refused(

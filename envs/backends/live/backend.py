@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tenant_tuning.backends.base import RequestOutcomes
+from vllm_tenant_tuning.backends.base import BackendError, RequestOutcomes
 from vllm_tenant_tuning.backends.live.messages import (
     Advance,
     Fault,
@@ -43,7 +43,7 @@ LOG_FILE = "server.log"
 LOAD_LOG_FILE = "load.log"
 
 
-class LiveError(RuntimeError):
+class LiveError(BackendError):
     """An episode that cannot begin on this server."""
 
 

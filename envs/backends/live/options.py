@@ -80,6 +80,15 @@ class LiveOptions(Model):
             raise ValueError("user, password and query are refused: name api_key_env instead")
         return re.sub(r"(/v1)?/*$", "", value)
 
+    @field_validator("serve")
+    @classmethod
+    def _no_key(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if any(argument.partition("=")[0] == "--api-key" for argument in value or ()):
+            raise ValueError(
+                "--api-key is refused, records would hold it: name api_key_env instead"
+            )
+        return value
+
     @field_validator("prompt_token_ids")
     @classmethod
     def _enough_ids(cls, value: tuple[int, int]) -> tuple[int, int]:

@@ -143,7 +143,11 @@ class LoadProcess:
         await self._wait_idle(client, metrics, until_s)
 
         command.folder.mkdir(parents=True)
-        server: dict[str, Any] = {"url": command.url, "model": model}
+        server: dict[str, Any] = {
+            "url": command.url,
+            "model": model,
+            "version": await _version(client),
+        }
         if metrics.latest is not None:
             server["num_gpu_blocks"] = metrics.latest.num_gpu_blocks
             server["block_size"] = metrics.latest.block_size
@@ -578,6 +582,15 @@ async def scrape(client: CompletionClient, metrics: ServerMetrics) -> bool:
         metrics.fail(str(error))
         return False
     return True
+
+
+async def _version(client: CompletionClient) -> str | None:
+    """The server's version by its own account; None where it has none to tell."""
+    with contextlib.suppress(ConnectionError, ValueError, KeyError, TypeError):
+        status, text = await client.get("/version", SCRAPE_TIMEOUT_S)
+        if status == 200:
+            return str(json.loads(text)["version"])
+    return None
 
 
 def _step_record(observed: Observed) -> dict[str, Any]:

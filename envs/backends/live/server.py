@@ -15,6 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from vllm_tenant_tuning.backends.base import BackendError
 from vllm_tenant_tuning.backends.live import guard
 from vllm_tenant_tuning.backends.live.options import LiveOptions
 from vllm_tenant_tuning.engine import ContinuousBatchingEngine, Engine
@@ -23,7 +24,7 @@ LOG_LINES = 15
 END_TIMEOUT_S = guard.TERM_TIMEOUT_S + 10.0
 
 
-class ServerError(RuntimeError):
+class ServerError(BackendError):
     """A server that does not start, or not in time."""
 
 
