@@ -52,9 +52,9 @@ class StepGrid:
     Attributes:
         model: the model's name.
         source: where the times come from.
-        prefill_tokens: prompt tokens in the step, from whole prompts of `context_tokens`.
+        prefill_tokens: prompt tokens in the step, from whole prompts of `prompt_tokens`.
         decode_seqs: sequences that decode one token, each with `context_tokens` of context.
-        context_tokens: see there.
+        context_tokens, prompt_tokens: see there.
         step_ms: the measured times in milliseconds.
     """
 
@@ -63,6 +63,7 @@ class StepGrid:
     prefill_tokens: Floats
     decode_seqs: Floats
     context_tokens: Floats
+    prompt_tokens: Floats
     step_ms: Floats
 
     def __len__(self) -> int:
@@ -76,6 +77,7 @@ class StepGrid:
             self.prefill_tokens[chosen],
             self.decode_seqs[chosen],
             self.context_tokens[chosen],
+            self.prompt_tokens[chosen],
             self.step_ms[chosen],
         )
 
@@ -86,8 +88,8 @@ class StepGrid:
             self.prefill_tokens,
             self.decode_seqs,
             kv_tokens=self.decode_seqs * self.context_tokens,
-            # The tokens of a prompt attend to 1, 2, ... context_tokens tokens.
-            attention_pairs=self.prefill_tokens * (self.context_tokens + 1) / 2,
+            # The tokens of a prompt attend to 1, 2, ... prompt_tokens tokens.
+            attention_pairs=self.prefill_tokens * (self.prompt_tokens + 1) / 2,
         )
 
     def relative_errors(self, coefficients: StepTimeCoefficients) -> Floats:
@@ -134,7 +136,10 @@ def read_grid(path: str | Path, model: str | None = None) -> StepGrid:
             f"{path}: {name}: {found} points; at least {MIN_POINTS} are needed to fit a profile"
         )
     values = np.array([_numbers(path, name, i, row, columns) for i, row in enumerate(rows)])
-    grid = StepGrid(name, str(content.get("source", path)), *values.T)
+    prefill, decodes, context, step_ms = values.T
+    grid = StepGrid(
+        name, str(content.get("source", path)), prefill, decodes, context, context, step_ms
+    )
     _check_coverage(path, grid)
     return grid
 
@@ -300,12 +305,13 @@ def calibrate(
     profile = make_profile(grid, coefficients, base, given, command, sequence_ms)
     write_profile(out, profile)
     console = Console()
-    console.print(_table(grid, coefficients))
+    console.print(errors_table(grid, coefficients))
     console.print(f"wrote {out}")
     return profile
 
 
-def _table(grid: StepGrid, coefficients: StepTimeCoefficients) -> Table:
+def errors_table(grid: StepGrid, coefficients: StepTimeCoefficients) -> Table:
+    """The errors by region, to print."""
     table = Table(title=f"{grid.model}: relative errors of the step time")
     table.add_column("region")
     for column in ("points", "mean", "p95", "worst"):

@@ -158,11 +158,19 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     calibrate = commands.add_parser(
-        "calibrate", help="fit an engine profile to measured step times"
+        "calibrate", help="fit an engine profile to measured step times, or to a live server"
     )
-    calibrate.add_argument("--grid", required=True, metavar="FILE", help="measured step times")
+    measured = calibrate.add_mutually_exclusive_group(required=True)
+    measured.add_argument("--grid", metavar="FILE", help="measured step times")
+    measured.add_argument("--url", metavar="URL", help="measure this running vLLM server")
+    measured.add_argument(
+        "--records", metavar="FILE", help="what an earlier --url measured, without the server"
+    )
     calibrate.add_argument("--out", required=True, metavar="PROFILE", help="YAML file to write")
-    calibrate.add_argument("--model", metavar="NAME", help="which model of the grid")
+    calibrate.add_argument("--model", metavar="NAME", help="of the grid, or of the server")
+    calibrate.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="of all batches, with --url"
+    )
     calibrate.add_argument(
         "--template", metavar="NAME|PROFILE", help="a profile for what no option gives"
     )
@@ -175,6 +183,33 @@ def _parser() -> argparse.ArgumentParser:
     for option, (field, kind) in CALIBRATE_OPTIONS.items():
         calibrate.add_argument(option, type=kind, metavar="X", help=f"the profile's {field}")
     calibrate.set_defaults(run=_calibrate)
+
+    validate = commands.add_parser(
+        "validate", help="play the same requests in simulation and on a live server"
+    )
+    validate.add_argument("--scenario", required=True, metavar="NAME|FILE")
+    validate.add_argument("--profile", required=True, metavar="NAME|FILE", help="for simulation")
+    validate.add_argument("--out", required=True, metavar="DIR", help="records, summary, figure")
+    validate.add_argument(
+        "--url", metavar="URL", help="of the server; without it, episodes that DIR holds"
+    )
+    validate.add_argument("--model", metavar="NAME", help="on the server (default: the first)")
+    validate.add_argument(
+        "--caps",
+        action="append",
+        default=[],
+        metavar="A,B,...",
+        help="constant caps, one a tenant; may be repeated (default: the scenario's)",
+    )
+    validate.add_argument(
+        "--loads", default="1", metavar="X,Y,...", help="factors on all arrival rates"
+    )
+    validate.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests")
+    validate.add_argument("--episode-s", type=float, metavar="S", help="(default: the scenario's)")
+    validate.add_argument(
+        "--dry-run", action="store_true", help="say what it would take, and play nothing"
+    )
+    validate.set_defaults(run=_validate)
     return parser
 
 
@@ -327,21 +362,73 @@ def _calibrate(options: argparse.Namespace) -> int:
         for name, value in vars(options).items()
         if value is not None and name not in ("command", "run")
     }
+    if options.url is None:
+        del given["rounds"]
+    elif options.rounds < 1:
+        raise ValueError(f"--rounds: got {options.rounds}; accepted is at least 1")
     words = [word for name, value in given.items() for word in (_option(name), str(value))]
-    calibrate(
-        options.grid,
-        Path(options.out),
-        model=options.model,
-        template=options.template,
-        sequence_ms=options.sequence_ms,
-        given={
+    common: dict[str, Any] = {
+        "template": options.template,
+        "given": {
             CALIBRATE_OPTIONS[_option(name)][0]: value
             for name, value in given.items()
             if _option(name) in CALIBRATE_OPTIONS
         },
-        command=shlex.join(["vllm-tenant-tuning", "calibrate", *words]),
+        "command": shlex.join(["vllm-tenant-tuning", "calibrate", *words]),
+    }
+    out = Path(options.out)
+    if options.grid is not None:
+        calibrate(options.grid, out, model=options.model, sequence_ms=options.sequence_ms, **common)
+        return 0
+    if options.sequence_ms is not None:
+        raise ValueError("--sequence-ms: accepted is with --grid; a live server shows its own")
+    from vllm_tenant_tuning.baselines.calibrate_live import calibrate_server, fit_trials
+
+    if options.records is not None:
+        fit_trials(Path(options.records), out, **common)
+    else:
+        calibrate_server(options.url, out, model=options.model, rounds=options.rounds, **common)
+    return 0
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from vllm_tenant_tuning.baselines.validate import validate
+
+    words = [word for name, value in vars(options).items() for word in _words(name, value)]
+    validate(
+        options.scenario,
+        options.profile,
+        Path(options.out),
+        url=options.url,
+        model=options.model,
+        loads=_numbers("--loads", options.loads, float),
+        caps=[_numbers("--caps", text, int) for text in options.caps],
+        seed=options.seed,
+        episode_s=options.episode_s,
+        dry_run=options.dry_run,
+        command=shlex.join(["vllm-tenant-tuning", "validate", *words]),
     )
     return 0
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """The words of the command line that gave an option."""
+    if name in ("command", "run", "dry_run") or value is None:
+        return []
+    values = value if isinstance(value, list) else [value]
+    return [word for item in values for word in (_option(name), str(item))]
+
+
+def _numbers(option: str, text: str, kind: type) -> list[Any]:
+    """The comma-separated numbers of an option.
+
+    Raises:
+        ValueError: not such numbers.
+    """
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option}: got '{text}'; accepted are comma-separated numbers") from error
 
 
 def _option(name: str) -> str:

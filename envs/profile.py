@@ -76,12 +76,18 @@ class Frontend(Model):
     delay_s: NonNegativeSeconds = 0.0
 
 
-class Fit(Model):
-    """How well the step times are met: relative errors over the fitted points."""
+class RegionFit(Model):
+    """How well the step times of some points are met: absolute relative errors."""
 
     points: Annotated[int, Field(ge=1)]
     mean_relative_error: Annotated[float, Field(ge=0)]
     p95_relative_error: Annotated[float, Field(ge=0)]
+
+
+class Fit(RegionFit):
+    """The errors over all fitted points, and over each region of them where that is kept."""
+
+    regions: dict[str, RegionFit] | None = None
 
 
 class Power(Model):

@@ -48,7 +48,7 @@ def synthetic(truth: StepTimeCoefficients, noise: float = 0.0) -> StepGrid:
     p, n, context = np.array(SHAPES, np.float64).T
     exact_ms = step_time_ms(truth, p, n, n * context, p * (context + 1) / 2)
     noisy = 1 + noise * np.random.default_rng(0).standard_normal(len(p))
-    return StepGrid("a/synthetic", "made up", p, n, context, exact_ms * noisy)
+    return StepGrid("a/synthetic", "made up", p, n, context, context, exact_ms * noisy)
 
 
 def as_file(path: Path, grid: StepGrid, **changes: Any) -> Path:

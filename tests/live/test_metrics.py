@@ -33,6 +33,10 @@ def test_a_page_of_vllm_0_32(shared: Callable[[str], Path]) -> None:
         "prefix_hits": 2688,
         "queue_time_s": pytest.approx(22.5497378640066),
         "queue_time_requests": 95,
+        "prefill_time_s": pytest.approx(8.997445260999484),
+        "prefill_time_requests": 95,
+        "ttft_s": pytest.approx(35.5706205368042),
+        "api_cpu_s": pytest.approx(8.43),
     }
     assert (scrape.num_gpu_blocks, scrape.block_size) == (1024, 128)
 

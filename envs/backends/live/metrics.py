@@ -27,8 +27,12 @@ COUNTERS = {
     "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
     "queue_time_s": ("vllm:request_queue_time_seconds_sum",),
     "queue_time_requests": ("vllm:request_queue_time_seconds_count",),
+    "prefill_time_s": ("vllm:request_prefill_time_seconds_sum",),
+    "prefill_time_requests": ("vllm:request_prefill_time_seconds_count",),
+    "ttft_s": ("vllm:time_to_first_token_seconds_sum",),
+    "api_cpu_s": ("process_cpu_seconds_total",),
 }
-"""Readings that only grow while the server lives, likewise."""
+"""Readings that only grow while the server lives, likewise; `api_cpu_s` is the API server's."""
 
 CACHE_CONFIG = "vllm:cache_config_info"
 

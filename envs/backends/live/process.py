@@ -131,7 +131,8 @@ class LoadProcess:
         assert self._client is not None
         client = self._client
         until_s = self._loop.time() + options.reset_timeout_s
-        model, max_model_len = await self._find_model(client, until_s)
+        wanted = None if options.serve is not None else options.model
+        model, max_model_len = await find_model(client, self._url, options, wanted, until_s)
         self._check_lengths(command.stream, max_model_len)
         prompts = Prompts(command.salt, *options.prompt_token_ids)
         if command.warm_up:
@@ -198,37 +199,6 @@ class LoadProcess:
             await self._client.close()
         self._pool = self._client = None
         self._url = ""
-
-    async def _find_model(self, client: CompletionClient, until_s: float) -> tuple[str, int | None]:
-        """The served model's name and its longest context, once the server answers."""
-        problem = ""
-        while True:
-            try:
-                status, text = await client.get("/v1/models", SCRAPE_TIMEOUT_S)
-                if status in (401, 403):
-                    raise NotReadyError(
-                        f"{self._url} wants an API key (HTTP {status}); it is taken from the "
-                        f"environment variable {self._options.api_key_env}"
-                    )
-                if status == 200:
-                    break
-                problem = f"/v1/models: HTTP {status}"
-            except ConnectionError as error:
-                problem = str(error)
-            if self._loop.time() > until_s:
-                raise NotReadyError(f"{self._url} is not ready: {problem}")
-            await asyncio.sleep(PROBE_PERIOD_S)
-        try:
-            served = {card["id"]: card.get("max_model_len") for card in json.loads(text)["data"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise NotReadyError(f"{self._url}/v1/models: not a list of models") from error
-        wanted = None if self._options.serve is not None else self._options.model
-        name = wanted or next(iter(served), "")
-        if name not in served:
-            raise NotReadyError(
-                f"model: got {name!r}; {self._url} serves {', '.join(served) or 'none'}"
-            )
-        return name, served[name]
 
     def _check_lengths(self, stream: RequestStream, max_model_len: int | None) -> None:
         if max_model_len is None or len(stream) == 0:
@@ -553,6 +523,49 @@ class Episode:
                 f"{values.get('num_requests_waiting', math.nan):g} waiting)",
             )
         return None
+
+
+async def find_model(
+    client: CompletionClient, url: str, options: LiveOptions, wanted: str | None, until_s: float
+) -> tuple[str, int | None]:
+    """The served model's name and its longest context, once the server answers.
+
+    Args:
+        client: reads the server's pages.
+        url: of the server, for messages.
+        options: with the name of the API key's variable.
+        wanted: the model's name; None for the first that the server lists.
+        until_s: when to give up, by the event loop's clock.
+
+    Raises:
+        NotReadyError: no answer, no such model, or an API key that is wanted.
+    """
+    loop = asyncio.get_running_loop()
+    problem = ""
+    while True:
+        try:
+            status, text = await client.get("/v1/models", SCRAPE_TIMEOUT_S)
+            if status in (401, 403):
+                raise NotReadyError(
+                    f"{url} wants an API key (HTTP {status}); it is taken from the "
+                    f"environment variable {options.api_key_env}"
+                )
+            if status == 200:
+                break
+            problem = f"/v1/models: HTTP {status}"
+        except ConnectionError as error:
+            problem = str(error)
+        if loop.time() > until_s:
+            raise NotReadyError(f"{url} is not ready: {problem}")
+        await asyncio.sleep(PROBE_PERIOD_S)
+    try:
+        served = {card["id"]: card.get("max_model_len") for card in json.loads(text)["data"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotReadyError(f"{url}/v1/models: not a list of models") from error
+    name = wanted or next(iter(served), "")
+    if name not in served:
+        raise NotReadyError(f"model: got {name!r}; {url} serves {', '.join(served) or 'none'}")
+    return name, served[name]
 
 
 async def scrape(client: CompletionClient, metrics: ServerMetrics) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import math
 from collections.abc import Mapping
@@ -103,10 +104,15 @@ def request_record(
 def read_requests(folder: str | Path) -> list[dict[str, Any]]:
     """The records of an episode's requests, in the order in which they ended.
 
-    A last line that a crash has cut off is left out.
+    A last line that a crash has cut off is left out. The file may be compressed (`.gz`).
     """
     records = []
-    with (Path(folder) / REQUESTS_FILE).open(encoding="utf-8") as lines:
+    path = Path(folder) / REQUESTS_FILE
+    packed = path.with_name(f"{REQUESTS_FILE}.gz")
+    is_packed = packed.exists() and not path.exists()
+    with (
+        gzip.open(packed, "rt", encoding="utf-8") if is_packed else path.open(encoding="utf-8")
+    ) as lines:
         for line in lines:
             if line.endswith("\n"):
                 records.append(json.loads(line))
