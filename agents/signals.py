@@ -17,10 +17,17 @@ TokenTime = Literal["server", "itl"]
 its output tokens, or `itl`, the median inter-token latency."""
 
 
+LEAST_READING = 1e-9
+
+
 def reading(values: npt.ArrayLike) -> Floats:
-    """Readings with 0 for those that are not available, (n_tenants,) float64."""
+    """Readings with 0 for those that are not available, (n_tenants,) float64.
+
+    So are those under a billionth of their unit, finer than anything measured: quotients of them
+    overflow.
+    """
     array = np.asarray(values, np.float64)
-    return np.where(np.isfinite(array), array, 0.0)
+    return np.where(np.isfinite(array) & (np.abs(array) >= LEAST_READING), array, 0.0)
 
 
 def slo_ratio(tenants: npt.NDArray[np.void], scenario: Scenario) -> Floats:

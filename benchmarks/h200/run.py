@@ -274,6 +274,7 @@ class Runner:
                 *("--seeds", self._options.seeds or self._target.seeds),
                 *("--out", str(self._records / "protocol"), *self._target.protocol),
                 *("--hardware-note", f"{self._options.hardware_note}; {self._serve_text()}"),
+                "--repeat-invalid",
             ]
         )
 

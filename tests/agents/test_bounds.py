@@ -50,7 +50,7 @@ SCENARIOS = (
 )
 
 READINGS = st.one_of(
-    st.sampled_from([0.0, 1.0, math.nan, math.inf, 1e9]),
+    st.sampled_from([0.0, 1.0, math.nan, math.inf, 1e9, 5e-324, 1e-300]),
     st.floats(0, 50),
     st.integers(0, 20).map(float),
 )
