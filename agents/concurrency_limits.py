@@ -202,11 +202,11 @@ class Gradient2Policy(CapPolicy):
         self._limit = _follow(self._limit, caps)
         trips = self._window.add(telemetry)
         for i in np.flatnonzero(~np.isnan(trips.token_time_s)):
-            now_s, limit = float(trips.token_time_s[i]), self._limit[i]
+            now_s, limit = trips.token_time_s[i], self._limit[i]
             self._samples[i] += 1
             warm = self._samples[i] > config.warmup
             factor = 2 / (config.long_window + 1) if warm else 1 / self._samples[i]
-            long_s = float(self._long_s[i]) * (1 - factor) + now_s * factor
+            long_s = self._long_s[i] * (1 - factor) + now_s * factor
             self._long_s[i] = long_s * (0.95 if long_s / now_s > 2 else 1.0)
             if trips.in_flight[i] < limit / 2:
                 continue

@@ -23,7 +23,13 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from vllm_tenant_tuning.backends.sim.step_time import step_time_ms
-from vllm_tenant_tuning.profile import EngineProfile, Fit, StepTimeCoefficients, load_profile
+from vllm_tenant_tuning.profile import (
+    EngineProfile,
+    Fit,
+    RegionFit,
+    StepTimeCoefficients,
+    load_profile,
+)
 from vllm_tenant_tuning.schema import explain_error
 
 Floats = npt.NDArray[np.float64]
@@ -221,6 +227,8 @@ def make_profile(
     given: Mapping[str, Any],
     command: str,
     sequence_ms: float | None = None,
+    *,
+    keep_regions: bool = False,
 ) -> EngineProfile:
     """The profile of a fit.
 
@@ -231,6 +239,7 @@ def make_profile(
         given: dotted names of the profile's fields (`kv_cache.num_gpu_blocks`) to values.
         command: what made it, for the profile's source.
         sequence_ms: a served engine's cost per decoding sequence in place of the fitted one.
+        keep_regions: whether the profile holds the errors of each region, too.
 
     Raises:
         CalibrationError: a field is missing or its value is not accepted.
@@ -243,11 +252,20 @@ def make_profile(
         for section in sections:
             target = target.setdefault(section, {})
         target[field] = value
-    errors = errors_by_region(grid, coefficients)[0]
+    errors, *by_region = errors_by_region(grid, coefficients)
+    regions = {
+        error.region: RegionFit(
+            points=error.points,
+            mean_relative_error=round(error.mean, 4),
+            p95_relative_error=round(error.p95, 4),
+        )
+        for error in by_region
+    }
     content["fit"] = Fit(
         points=len(grid),
         mean_relative_error=_rounded(errors.mean, 2),
         p95_relative_error=_rounded(errors.p95, 2),
+        regions=regions if keep_regions else None,
     ).model_dump()
     source = f"{grid.source.rstrip('.')}. Fitted by: {command}"
     if sequence_ms is not None:

@@ -33,22 +33,20 @@ from vllm_tenant_tuning.baselines.calibrate import (
     MIN_POINTS,
     CalibrationError,
     StepGrid,
-    errors_by_region,
     errors_table,
     fit_step_time,
     make_profile,
     write_profile,
 )
-from vllm_tenant_tuning.baselines.calibration_trials import Limits, measure
+from vllm_tenant_tuning.baselines.calibration_trials import LIMITS, Limits, measure
 from vllm_tenant_tuning.baselines.comparison import progress_bar
-from vllm_tenant_tuning.profile import EngineProfile, Frontend, RegionFit, load_profile
+from vllm_tenant_tuning.profile import EngineProfile, Frontend, load_profile
 
 Floats = npt.NDArray[np.float64]
 
 STEPS_A_POINT: Final = 16
 """Decode steps whose mean is one point of the fit."""
 RECORDS_SUFFIX: Final = ".trials.jsonl"
-LIMITS: Final = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
 
 
 @dataclass(frozen=True)
@@ -219,18 +217,9 @@ def fit_trials(
         **{f"frontend.{name}": value for name, value in delays.frontend},
     }
     base = None if template is None else load_profile(template)
-    profile = make_profile(grid, coefficients, base, {**measured, **given}, command)
-    assert profile.fit is not None
-    regions = {
-        error.region: RegionFit(
-            points=error.points,
-            mean_relative_error=round(error.mean, 4),
-            p95_relative_error=round(error.p95, 4),
-        )
-        for error in errors_by_region(grid, coefficients)[1:]
-    }
-    fit = profile.fit.model_copy(update={"regions": regions})
-    profile = profile.model_copy(update={"fit": fit})
+    profile = make_profile(
+        grid, coefficients, base, {**measured, **given}, command, keep_regions=True
+    )
     write_profile(out, profile)
     console = Console()
     console.print(errors_table(grid, coefficients))

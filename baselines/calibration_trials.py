@@ -53,6 +53,8 @@ STEPS_BETWEEN: Final = 4
 BURST: Final = 64
 """Requests at once that show the API server's CPU time for one; it is told in steps of 10 ms."""
 PAGES: Final = 16
+LIMITS: Final = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+"""The scheduler's, which the trials keep to and the profile says."""
 COUNTED: Final = (
     "queue_time_s",
     "prefill_time_s",
@@ -345,9 +347,7 @@ async def measure(
                     "model": model,
                     "num_gpu_blocks": page.num_gpu_blocks,
                     "block_size": page.block_size,
-                    "max_num_seqs": limits.max_num_seqs,
-                    "max_num_batched_tokens": limits.max_num_batched_tokens,
-                    "max_model_len": limits.max_model_len,
+                    **{name: getattr(limits, name) for name in LIMITS},
                     "began": datetime.now(UTC).isoformat(timespec="seconds"),
                     "rounds": rounds,
                     "salt": salt,
@@ -410,11 +410,7 @@ def _limits(given: dict[str, int], max_model_len: int | None, kv_tokens: int) ->
     found = dict(given)
     if max_model_len is not None:
         found["max_model_len"] = max_model_len
-    missing = [
-        f"--{name.replace('_', '-')}"
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
-        if name not in found
-    ]
+    missing = [f"--{name.replace('_', '-')}" for name in LIMITS if name not in found]
     if missing:
         raise CalibrationError(
             f"{', '.join(missing)}: the server does not tell; give it, or a --template"

@@ -165,9 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument("--url", metavar="URL", help="measure this running vLLM server")
     measured.add_argument(
         "--records",
-        nargs="+",
+        action="append",
         metavar="FILE",
-        help="what earlier --url runs measured, without the server",
+        help="what an earlier --url measured, without the server; may be repeated",
     )
     calibrate.add_argument("--out", required=True, metavar="PROFILE", help="YAML file to write")
     calibrate.add_argument("--model", metavar="NAME", help="of the grid, or of the server")
@@ -360,28 +360,18 @@ def _bench(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     from vllm_tenant_tuning.baselines.calibrate import calibrate
 
-    given = {
-        name: value
-        for name, value in vars(options).items()
-        if value is not None and name not in ("command", "run")
-    }
     if options.url is None:
-        del given["rounds"]
+        options.rounds = None
     elif options.rounds < 1:
         raise ValueError(f"--rounds: got {options.rounds}; accepted is at least 1")
-    words = [
-        word
-        for name, value in given.items()
-        for word in (_option(name), *map(str, value if isinstance(value, list) else [value]))
-    ]
     common: dict[str, Any] = {
         "template": options.template,
         "given": {
             CALIBRATE_OPTIONS[_option(name)][0]: value
-            for name, value in given.items()
-            if _option(name) in CALIBRATE_OPTIONS
+            for name, value in vars(options).items()
+            if value is not None and _option(name) in CALIBRATE_OPTIONS
         },
-        "command": shlex.join(["vllm-tenant-tuning", "calibrate", *words]),
+        "command": _command_line(options),
     }
     out = Path(options.out)
     if options.grid is not None:
@@ -401,7 +391,6 @@ def _calibrate(options: argparse.Namespace) -> int:
 def _validate(options: argparse.Namespace) -> int:
     from vllm_tenant_tuning.baselines.validate import validate
 
-    words = [word for name, value in vars(options).items() for word in _words(name, value)]
     validate(
         options.scenario,
         options.profile,
@@ -413,17 +402,21 @@ def _validate(options: argparse.Namespace) -> int:
         seed=options.seed,
         episode_s=options.episode_s,
         dry_run=options.dry_run,
-        command=shlex.join(["vllm-tenant-tuning", "validate", *words]),
+        command=_command_line(options),
     )
     return 0
 
 
-def _words(name: str, value: Any) -> list[str]:
-    """The words of the command line that gave an option."""
-    if name in ("command", "run", "dry_run") or value is None:
-        return []
-    values = value if isinstance(value, list) else [value]
-    return [word for item in values for word in (_option(name), str(item))]
+def _command_line(options: argparse.Namespace) -> str:
+    """What was typed, with the defaults, for records to name."""
+    words = [
+        word
+        for name, value in vars(options).items()
+        if value is not None and name not in ("command", "run", "dry_run")
+        for item in (value if isinstance(value, list) else [value])
+        for word in (_option(name), str(item))
+    ]
+    return shlex.join(["vllm-tenant-tuning", options.command, *words])
 
 
 def _numbers(option: str, text: str, kind: type) -> list[Any]:

@@ -165,7 +165,7 @@ def evaluate(
     if backend != "sim":
         batches = _run_in_turn(tasks, options)
     elif cluster is None:
-        batches = run_here(_run_task, tasks, workers)
+        batches = run_here(_run_task, [(task,) for task in tasks], workers)
     else:
         batches = cluster.run(_run_sent, _with_files(tasks))
     with closing(batches):

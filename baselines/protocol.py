@@ -187,14 +187,8 @@ def look_ahead(protocol: Protocol, out_dir: Path, *, repeat_invalid: bool = Fals
     Raises:
         ValueError: the folder holds another protocol.
     """
-    _check_same(protocol, out_dir)
-    order = protocol.order()
-    known = {
-        record.key
-        for record in read_records(out_dir / EPISODES_FILE)
-        if (record.is_whole and not repeat_invalid) or not record.left_out
-    }
-    left = tuple((c, seed) for c, seed in order if _key(protocol, c, seed) not in known)
+    left = _left(protocol, out_dir, repeat_invalid)
+    episodes = len(protocol.order())
     control = protocol.scenario.control
     warm_up_s = protocol.warm_up_steps * control.control_interval_s
     workload = Workload(protocol.scenario, protocol.trace_dir)
@@ -206,9 +200,9 @@ def look_ahead(protocol: Protocol, out_dir: Path, *, repeat_invalid: bool = Fals
     warming = int((arrivals_s(WARM_UP_SEED) < warm_up_s).sum())
     one_s = warm_up_s + control.n_steps * control.control_interval_s + protocol.cool_down_s
     return Outlook(
-        episodes=len(order),
-        recorded=len(order) - len(left),
-        order=left,
+        episodes=episodes,
+        recorded=episodes - len(left),
+        order=tuple(left),
         minutes=len(left) * one_s / 60,
         measured_requests=sum(measured[seed] for _, seed in left),
         warm_up_requests=len(left) * warming,
@@ -268,17 +262,18 @@ def run_protocol(
         ValueError: the folder holds another protocol, or was measured on another server.
         BackendError: a server on which no episode can begin; what was played is recorded.
     """
-    outlook = look_ahead(protocol, out_dir, repeat_invalid=repeat_invalid)
+    left = _left(protocol, out_dir, repeat_invalid)
+    total = len(protocol.order())
     out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / EPISODES_FILE
-    if outlook.order:
+    if left:
         options = {**protocol.options, "out_dir": out_dir / RAW_FOLDER}
         with closing(make(protocol.scenario, "live", protocol.trace_dir, **options)) as env:
             _, info = env.reset(seed=WARM_UP_SEED)
             _note_run(protocol, out_dir, hardware_note, info.get("live", {}))
-            for number, (contender, seed) in enumerate(outlook.order):
+            for number, (contender, seed) in enumerate(left):
                 if on_progress is not None:
-                    on_progress(outlook.recorded + number, outlook.episodes)
+                    on_progress(total - len(left) + number, total)
                 if number:
                     rest(protocol.cool_down_s)
                 _warm_up(env, contender, protocol)
@@ -294,7 +289,7 @@ def run_protocol(
                 for record in play_task(env, task):
                     append_record(path, record)
     if on_progress is not None:
-        on_progress(outlook.episodes, outlook.episodes)
+        on_progress(total, total)
     last = {record.key: record for record in read_records(path)}
     keys = [_key(protocol, c, seed) for c in protocol.contenders for seed in protocol.seeds]
     return [last[key] for key in keys]
@@ -335,6 +330,21 @@ def measure(
     notes = [hardware_note] if hardware_note else []
     conclude(records, protocol.scenario, reference, out_dir, None, notes=notes)
     return all(record.is_whole for record in records)
+
+
+def _left(protocol: Protocol, out_dir: Path, repeat_invalid: bool) -> list[tuple[Contender, int]]:
+    """The episodes that `out_dir` does not have yet, in the order in which they are played.
+
+    Raises:
+        ValueError: the folder holds another protocol.
+    """
+    _check_same(protocol, out_dir)
+    known = {
+        record.key
+        for record in read_records(out_dir / EPISODES_FILE)
+        if (record.is_whole and not repeat_invalid) or not record.left_out
+    }
+    return [(c, seed) for c, seed in protocol.order() if _key(protocol, c, seed) not in known]
 
 
 def _key(protocol: Protocol, contender: Contender, seed: int) -> tuple[str, str, str, int]:

@@ -67,7 +67,7 @@ def sweep(
         folder: config for folder, config in configs.items() if not _ended(folder, config, task)
     }
     if cluster is None:
-        ended = _train_here(waiting, task)
+        ended = run_here(_train, [(folder, config, task) for folder, config in waiting.items()])
     else:
         ended = _train_on(cluster, waiting, task, trace_files(task, trace_dir))
     done = len(configs) - len(waiting)
@@ -110,16 +110,6 @@ def _train(folder: Path, config: RunConfig, scenario: Scenario) -> None:
             trace_dir=config.trace_dir,
             run_dir=folder,
         )
-
-
-def _train_here(waiting: dict[Path, RunConfig], scenario: Scenario) -> Generator[None, None, None]:
-    yield from run_here(
-        _train_task, [(folder, config, scenario) for folder, config in waiting.items()]
-    )
-
-
-def _train_task(task: tuple[Path, RunConfig, Scenario]) -> None:
-    _train(*task)
 
 
 def _train_on(

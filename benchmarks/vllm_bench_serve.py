@@ -5,10 +5,10 @@
 
 Every round runs `vllm bench serve` (random prompts, Poisson arrivals, another seed), takes from its
 detailed result when each request was sent and how long it was, and plays the very same sequence
-through gate, client and records of the live backend, with a cap that never binds. The order
-alternates from round to round in that our half is played again before the next round's. Both
-sides' percentiles are taken from their raw times by the same code. Latency and TTFT run from the
-moment of sending there, and from the scheduled arrival here.
+through gate, client and records of the live backend, twice, with a cap that never binds: the two
+show how far the server differs from itself. Both sides' percentiles are taken from their raw times
+by the same code. Latency and TTFT run from the moment of sending there, and from the scheduled
+arrival here.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vllm_tenant_tuning.workload import RequestStream
 
 SERVE = ("--dtype", "bfloat16", "--enforce-eager", "--served-model-name", "tiny")
 CAP = 4096
+LOAD = ("requests", "rate", "prompt_tokens", "output_tokens")
 
 Floats = npt.NDArray[np.float64]
 
@@ -97,16 +98,16 @@ def replay(url: str, sent_s: Floats, result: dict[str, Any], out: Path) -> dict[
         backend.reset(0, stream, caps[0])
         for _ in range(int(duration_s)):
             backend.advance(caps, np.ones(1, np.bool_))
+            if backend.faults():
+                raise RuntimeError(f"the episode ended with {backend.faults()}")
             outcomes = backend.outcomes(0)
-            if len(outcomes.outcome) == n and (outcomes.outcome == Outcome.COMPLETED).all():
+            if (outcomes.outcome == Outcome.COMPLETED).sum() == n:
                 break
+        else:
+            raise RuntimeError("not every request was completed")
         live = backend.extra_info(0)["live"]
-        if backend.faults():
-            raise RuntimeError(f"the episode ended with {backend.faults()}")
     finally:
         backend.close()
-    outcomes = backend.outcomes(0)
-    assert (outcomes.outcome == Outcome.COMPLETED).all(), "not every request was completed"
     ours = measures(
         outcomes.arrival_s,
         outcomes.first_token_s,
@@ -133,6 +134,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     options = live_options({"vllm": arguments.vllm, "model": arguments.model, "serve": SERVE})
     server = VLLMServer(options, scenario_of(1.0).engine)
+    load = {name: getattr(arguments, name) for name in LOAD}
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -156,11 +158,7 @@ def main() -> None:
                 }
                 rounds.append(row)
                 print(json.dumps(row), flush=True)
-                content = {"load": vars(arguments) | {"out": None}, "rounds": rounds}
-                content["load"] = {
-                    key: content["load"][key]
-                    for key in ("requests", "rate", "prompt_tokens", "output_tokens")
-                }
+                content = {"load": load, "rounds": rounds}
                 arguments.out.write_text(json.dumps(content, indent=1) + "\n")
         finally:
             server.stop()

@@ -20,6 +20,6 @@ def test_relative_paths_are_the_callers(tmp_path: Path, monkeypatch: pytest.Monk
     for folder in (tmp_path / "one", tmp_path / "two"):
         folder.mkdir()
         monkeypatch.chdir(folder)
-        used |= set(run_here(write, [f"{i}.txt" for i in range(4)], workers=2))
+        used |= set(run_here(write, [(f"{i}.txt",) for i in range(4)], workers=2))
         assert {path.name for path in folder.iterdir()} == {f"{i}.txt" for i in range(4)}
     assert os.getpid() not in used
