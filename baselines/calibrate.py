@@ -46,6 +46,11 @@ COLUMNS: Final = tuple(ACCEPTED)
 MIN_POINTS: Final = 18
 """Three a coefficient: with fewer, an error of the fit says little about other steps."""
 
+DOUBTFUL_ERROR: Final = 0.2
+"""A mean relative error above this is said to be a bad fit."""
+PLAUSIBLE_STEP_MS: Final = (0.5, 1000.0)
+"""A fastest step outside is hardly in milliseconds: a GPU's are 2 to 50, a small CPU's to 200."""
+
 
 class CalibrationError(ValueError):
     """Step times or options that a profile cannot be fitted from."""
@@ -135,6 +140,8 @@ def read_grid(path: str | Path, model: str | None = None) -> StepGrid:
     columns = content.get("columns")
     if not isinstance(columns, list) or not set(COLUMNS) <= set(map(str, columns)):
         raise CalibrationError(f"{path}: columns: got {columns!r}; needed are {', '.join(COLUMNS)}")
+    if len(set(map(str, columns))) < len(columns):
+        raise CalibrationError(f"{path}: columns: got {columns!r}; their names must differ")
     rows = models[name]
     if not isinstance(rows, list) or len(rows) < MIN_POINTS:
         found = len(rows) if isinstance(rows, list) else "no"
@@ -317,19 +324,30 @@ def calibrate(
         ProfileError: the template is refused.
         OSError: the profile cannot be written.
     """
+    check_writable(out)
     grid = read_grid(grid_file, model)
     base = None if template is None else load_profile(template)
     coefficients = fit_step_time(grid)
     profile = make_profile(grid, coefficients, base, given, command, sequence_ms)
     write_profile(out, profile)
     console = Console()
-    console.print(errors_table(grid, coefficients))
+    print_errors(console, grid, coefficients)
     console.print(f"wrote {out}")
     return profile
 
 
-def errors_table(grid: StepGrid, coefficients: StepTimeCoefficients) -> Table:
-    """The errors by region, to print."""
+def check_writable(out: Path) -> None:
+    """Refuse a profile that could not be written in the end.
+
+    Raises:
+        CalibrationError: its folder is missing, or a folder is in its place.
+    """
+    if out.is_dir() or not out.parent.is_dir():
+        raise CalibrationError(f"--out: got {out}; accepted is a file in a folder that exists")
+
+
+def print_errors(console: Console, grid: StepGrid, coefficients: StepTimeCoefficients) -> None:
+    """The errors by region, and a warning where the law says little about the points."""
     table = Table(title=f"{grid.model}: relative errors of the step time")
     table.add_column("region")
     for column in ("points", "mean", "p95", "worst"):
@@ -337,7 +355,20 @@ def errors_table(grid: StepGrid, coefficients: StepTimeCoefficients) -> Table:
     for error in (*errors_by_region(grid, coefficients), left_out_error(grid)):
         shares = (f"{100 * value:.1f} %" for value in (error.mean, error.p95, error.worst))
         table.add_row(error.region, str(error.points), *shares)
-    return table
+    console.print(table)
+    mean = float(np.abs(grid.relative_errors(coefficients)).mean())
+    if mean > DOUBTFUL_ERROR:
+        console.print(
+            f"[bold yellow]warning:[/] the law misses these points by {100 * mean:.0f} % on "
+            "average; a simulation on this profile says little about the server"
+        )
+    low_ms, high_ms = PLAUSIBLE_STEP_MS
+    fastest_ms = float(grid.step_ms.min())
+    if not low_ms <= fastest_ms <= high_ms:
+        console.print(
+            f"[bold yellow]warning:[/] the fastest step takes {fastest_ms:g} ms; step_ms is in "
+            "milliseconds"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -345,6 +376,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path}: cannot be read: {error}") from error
+    except RecursionError as error:
+        raise CalibrationError(f"{path}: nested too deeply to be read") from error
     except ValueError as error:  # also a number of more digits than Python reads
         raise CalibrationError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -33,9 +33,10 @@ from vllm_tenant_tuning.baselines.calibrate import (
     MIN_POINTS,
     CalibrationError,
     StepGrid,
-    errors_table,
+    check_writable,
     fit_step_time,
     make_profile,
+    print_errors,
     write_profile,
 )
 from vllm_tenant_tuning.baselines.calibration_trials import LIMITS, Limits, measure
@@ -198,6 +199,7 @@ def fit_trials(
         CalibrationError, ProfileError: the input is refused; nothing has been written.
         OSError: the profile cannot be written.
     """
+    check_writable(out)
     read = [read_trials(path) for path in records_files]
     server, trials = read[0][0], [trial for _, found in read for trial in found]
     for path, (other, _) in zip(records_files, read, strict=True):
@@ -222,7 +224,7 @@ def fit_trials(
     )
     write_profile(out, profile)
     console = Console()
-    console.print(errors_table(grid, coefficients))
+    print_errors(console, grid, coefficients)
     console.print(
         f"frontend: {1e3 * delays.frontend.request_s:.2f} ms a request and "
         f"{1e6 * delays.frontend.prompt_token_s:.2f} us a prompt token, one after another, then "
@@ -263,6 +265,7 @@ def calibrate_server(
         CalibrationError: the server cannot be calibrated; what was measured is kept.
         ValueError: an option that is refused.
     """
+    check_writable(out)
     options = live_options({"url": url, "model": model})
     base = None if template is None else load_profile(template)
     limits = {} if base is None else base.scheduler.model_dump()

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_tenant_tuning.agents.rl import ALGORITHMS
-from vllm_tenant_tuning.schema import explain_error
+from vllm_tenant_tuning.schema import YAMLError, explain_error, parse_yaml
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -181,8 +181,8 @@ def _mapping(content: Any, label: str) -> dict[str, Any]:
 
 def _read(read_text: Any, label: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = parse_yaml(read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise TrainingConfigError(
             f"training {label}: cannot be read: {' '.join(str(error).split())}"
         ) from error

@@ -56,13 +56,7 @@ class ControlLoop:
         self.n_clusters = n_clusters
 
         shape = (n_clusters, self.scenario.n_tenants)
-        self._tenants = self.backend.telemetry_tenants
-        self._cluster = self.backend.telemetry_cluster
-        self.telemetry = Telemetry(
-            self._tenants.view(np.float64).reshape(*shape, -1),
-            self._cluster.view(np.float64).reshape(n_clusters, -1),
-        )
-        self.time_s: npt.NDArray[np.float64] = self._cluster["time_s"]
+        self._view_telemetry()
         control = self.scenario.control
         self.end_s = control.episode_s - control.control_interval_s / 2
         self.observations = np.zeros((n_clusters, len(self.layout.names)), np.float32)
@@ -70,6 +64,14 @@ class ControlLoop:
         self.reward_terms = np.zeros((n_clusters, len(REWARD_TERMS)))
         self.caps = np.zeros(shape, np.int64)
         self.clipped = np.zeros(shape, np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copied view is an array of its own, that the copied backend would never fill
+        return {name: value for name, value in vars(self).items() if name not in _VIEWS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._view_telemetry()
 
     def caps_of(self, options: dict[str, Any] | None) -> npt.NDArray[np.int64]:
         """The caps to start with, (N, n_tenants) int64.
@@ -131,3 +133,15 @@ class ControlLoop:
         self.backend.advance(self.caps, active)
         self._reward(self._tenants, self._cluster, self.reward_terms, self.rewards)
         self.observe()
+
+    def _view_telemetry(self) -> None:
+        self._tenants = self.backend.telemetry_tenants
+        self._cluster = self.backend.telemetry_cluster
+        self.telemetry = Telemetry(
+            self._tenants.view(np.float64).reshape(*self._tenants.shape, -1),
+            self._cluster.view(np.float64).reshape(self.n_clusters, -1),
+        )
+        self.time_s: npt.NDArray[np.float64] = self._cluster["time_s"]
+
+
+_VIEWS = frozenset({"_tenants", "_cluster", "telemetry", "time_s"})

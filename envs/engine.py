@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from vllm_tenant_tuning.profile import EngineProfile, ProfileError, Scheduler, load_profile
 from vllm_tenant_tuning.schema import Model, PositiveSeconds, Tokens
+
+LONGEST_STEP_S: Final = 1000.0
+"""Longer steps are a mistake in the profile, and sums of them would leave int64 picoseconds."""
 
 
 class KneeSegment(Model):
@@ -67,8 +70,9 @@ class ContinuousBatchingEngine(Model):
     def scheduler(self) -> Scheduler:
         """The scheduler's limits: the profile's, with this section's own in their place."""
         own = {name: getattr(self, name) for name in Scheduler.model_fields}
-        return self.profile.scheduler.model_copy(
-            update={name: value for name, value in own.items() if value is not None}
+        return Scheduler.model_validate(
+            self.profile.scheduler.model_dump()
+            | {name: value for name, value in own.items() if value is not None}
         )
 
     @property
@@ -88,11 +92,24 @@ class ContinuousBatchingEngine(Model):
 
     @model_validator(mode="after")
     def _consistent(self) -> ContinuousBatchingEngine:
-        limits = self.scheduler
-        if limits.max_num_batched_tokens < limits.max_num_seqs:
+        limits, law = self.scheduler, self.profile.step_time
+        tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
+        context = min(
+            sequences * limits.max_model_len,
+            self.num_gpu_blocks * self.profile.kv_cache.block_size,
+        )
+        longest_s = 1e-3 * (
+            law.base_ms
+            + law.weights_ms
+            + law.dense_ms_per_token * tokens
+            + law.sequence_ms * sequences
+            + law.kv_read_ms_per_token * context
+            + law.prefill_attention_ms_per_pair * tokens * limits.max_model_len
+        )
+        if longest_s > LONGEST_STEP_S:
             raise ValueError(
-                f"max_num_batched_tokens ({limits.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({limits.max_num_seqs}), as vLLM demands"
+                f"profile.step_time: a step of {tokens} tokens and {sequences} sequences could "
+                f"take {longest_s:g} s; accepted are at most {LONGEST_STEP_S:g} s"
             )
         return self
 

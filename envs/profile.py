@@ -10,13 +10,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from vllm_tenant_tuning.schema import Model, NonNegativeSeconds, Tokens, explain_error
+from vllm_tenant_tuning.schema import Model, Tokens, YAMLError, explain_error, parse_yaml
 
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Watts = Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)]
+FrontendSeconds = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -63,6 +63,15 @@ class Scheduler(Model):
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000)]
     max_model_len: Tokens
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Scheduler:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), as vLLM demands"
+            )
+        return self
+
 
 class Frontend(Model):
     """What the API server adds before the scheduler sees a request.
@@ -71,9 +80,9 @@ class Frontend(Model):
     prompt; then `delay_s` passes.
     """
 
-    request_s: NonNegativeSeconds = 0.0
-    prompt_token_s: NonNegativeSeconds = 0.0
-    delay_s: NonNegativeSeconds = 0.0
+    request_s: FrontendSeconds = 0.0
+    prompt_token_s: FrontendSeconds = 0.0
+    delay_s: FrontendSeconds = 0.0
 
 
 class RegionFit(Model):
@@ -155,8 +164,8 @@ def load_profile(source: str | Path) -> EngineProfile:
         except (OSError, UnicodeDecodeError) as error:
             raise ProfileError(f"engine profile {file}: cannot be read: {error}") from error
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        content = parse_yaml(text)
+    except YAMLError as error:
         raise ProfileError(
             f"engine profile {source}: not YAML: {' '.join(str(error).split())}"
         ) from error

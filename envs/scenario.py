@@ -13,7 +13,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from vllm_tenant_tuning.engine import ContinuousBatchingEngine, Engine, SlotsEngine
@@ -22,11 +21,14 @@ from vllm_tenant_tuning.schema import (
     NonNegativeSeconds,
     PositiveSeconds,
     Tokens,
+    YAMLError,
     explain_error,
+    parse_yaml,
 )
 
 MAX_TENANTS = 64
 MAX_ENGINE_EPISODE_S = 1e6
+MAX_ENGINE_WINDOW_INTERVALS = 10_000
 
 RatePerSecond = Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)]
 PositiveRatePerSecond = Annotated[float, Field(gt=0, le=1e5, allow_inf_nan=False)]
@@ -297,7 +299,7 @@ class Control(Model):
     the caps (with `total_cap` equal to the engine's `max_num_seqs`, caps are hard reservations).
     """
 
-    control_interval_s: PositiveSeconds = 3.0
+    control_interval_s: Annotated[float, Field(ge=1e-3, le=1e7, allow_inf_nan=False)] = 3.0
     episode_s: PositiveSeconds = 1800.0
     window_s: PositiveSeconds = 6.0
     cap_min: Cap = 1
@@ -453,6 +455,42 @@ class Scenario(Model):
                 f"control.episode_s ({control.episode_s}): the engine fidelity accepts at most "
                 f"{MAX_ENGINE_EPISODE_S:g} (its clock counts picoseconds)"
             )
+        if control.window_s > MAX_ENGINE_WINDOW_INTERVALS * control.control_interval_s:
+            raise ValueError(
+                f"control.window_s ({control.window_s}): the engine fidelity accepts at most "
+                f"{MAX_ENGINE_WINDOW_INTERVALS} control intervals (it keeps a histogram of each)"
+            )
+        max_model_len, block_size = (
+            engine.scheduler.max_model_len,
+            engine.profile.kv_cache.block_size,
+        )
+        for index, tenant in enumerate(self.tenants):
+            prompt, output = _fewest(tenant.prompt_tokens), _fewest(tenant.output_tokens)
+            if prompt + output > max_model_len:
+                raise ValueError(
+                    f"tenants.{index}: its shortest request, {prompt} prompt and {output} output "
+                    f"tokens, is longer than max_model_len ({max_model_len}): the server would "
+                    "refuse all of them"
+                )
+            if prompt + output - 1 > engine.num_gpu_blocks * block_size:
+                raise ValueError(
+                    f"tenants.{index}: its shortest request, {prompt} prompt and {output} output "
+                    f"tokens, does not fit the KV cache of {engine.num_gpu_blocks} blocks of "
+                    f"{block_size} tokens: none could be served"
+                )
+
+
+def _fewest(lengths: TokenLengths) -> int:
+    """The fewest tokens that a request can have; 1 where only a trace knows."""
+    match lengths:
+        case FixedTokens():
+            return lengths.tokens
+        case LognormalTokens():
+            return lengths.min_tokens
+        case QuantileTokens():
+            return math.floor(lengths.tokens[0])
+        case TraceTokens():
+            return 1
 
 
 def _divides(part: float, whole: float) -> bool:
@@ -486,6 +524,11 @@ def load_scenario(source: str | Path | Scenario) -> Scenario:
     """
     if isinstance(source, Scenario):
         return source
+    if not isinstance(source, str | Path):
+        raise ScenarioError(
+            f"scenario: got {source!r}; accepted are the name of a packaged scenario, the path of "
+            "a YAML file or a Scenario (parse_scenario makes one of a mapping)"
+        )
     if str(source) in scenario_names():
         path = resources.files("vllm_tenant_tuning.configs") / "scenarios" / f"{source}.yaml"
         text, label = path.read_text(encoding="utf-8"), str(source)
@@ -501,8 +544,8 @@ def load_scenario(source: str | Path | Scenario) -> Scenario:
         except (OSError, UnicodeDecodeError) as error:
             raise ScenarioError(f"scenario {file}: cannot be read: {error}") from error
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        content = parse_yaml(text)
+    except YAMLError as error:
         raise ScenarioError(
             f"scenario {label}: not YAML: {' '.join(str(error).split())}"
         ) from error

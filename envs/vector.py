@@ -58,8 +58,10 @@ class VLLMTenantTuningVectorEnv(
         **backend_options: Any,
     ) -> None:
         self.closed = True  # nothing to release yet, should the arguments be refused
-        if num_envs < 1:
-            raise ValueError(f"num_envs: got {num_envs}; at least 1 is accepted")
+        if not isinstance(num_envs, int | np.integer) or num_envs < 1:
+            raise ValueError(
+                f"num_envs: got {num_envs!r}; accepted is a whole number of at least 1"
+            )
         self.num_envs = num_envs
         self.autoreset_mode = _autoreset_mode(autoreset_mode)
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
@@ -99,7 +101,7 @@ class VLLMTenantTuningVectorEnv(
         elif isinstance(seed, int | np.integer):
             seeds = [int(seed) + i for i in range(self.num_envs)]
         else:
-            seeds = list(seed)
+            seeds = [None if each is None else int(each) for each in seed]
         if len(seeds) != self.num_envs:
             raise ValueError(
                 f"seed: got {len(seeds)} seeds; accepted are None, one whole number, or one for "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import pickle
 import subprocess
 import sys
 import warnings
@@ -19,7 +21,7 @@ from gymnasium.utils.env_checker import check_env
 import vllm_tenant_tuning
 from vllm_tenant_tuning import load_scenario, scenario_names
 from vllm_tenant_tuning.backends import Outcome
-from vllm_tenant_tuning.scenario import Scenario
+from vllm_tenant_tuning.scenario import Scenario, ScenarioError
 from vllm_tenant_tuning.spaces import ActionError
 from vllm_tenant_tuning.telemetry import conservation_error
 from vllm_tenant_tuning.workload import TraceError
@@ -338,7 +340,9 @@ def test_lists_and_small_integers_are_actions_too() -> None:
         ({"backend": "gpu"}, ValueError, "backend: got 'gpu'; accepted are sim"),
         ({"render_mode": "ascii"}, ValueError, "render_mode: got 'ascii'"),
         ({"n_threads": 0}, ValueError, "n_threads: got 0"),
-        ({"threads": 1}, TypeError, "threads"),
+        ({"threads": 1}, ValueError, "threads: the sim backend has no such option"),
+        ({"scenario": 3}, ScenarioError, "scenario: got 3; accepted are the name"),
+        ({"scenario": None}, ScenarioError, "scenario: got None"),
         ({"scenario": "azure", "trace_dir": "/nonexistent"}, TraceError, "AzureLLMInference"),
     ],
 )
@@ -347,6 +351,33 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         vllm_tenant_tuning.VLLMTenantTuningEnv(**arguments)
+
+
+COPIES = [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))]
+
+
+@pytest.mark.parametrize("duplicate", COPIES, ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", ["study", "moving_knee", "h200_chat_batch"])
+def test_a_copy_goes_on_like_the_original(name: str, duplicate: Callable[[Any], Any]) -> None:
+    def play(env: Any, steps: int) -> list[Any]:
+        rng = np.random.default_rng(7)
+        return [env.step(rng.integers(0, 3, 2)) for _ in range(steps)]
+
+    def as_bytes(steps: list[Any]) -> list[Any]:
+        return [
+            (observation.tobytes(), reward, info["telemetry"].tenant_values.tobytes())
+            for observation, reward, _, _, info in steps
+        ]
+
+    original = vllm_tenant_tuning.VLLMTenantTuningEnv(short(name))
+    original.reset(seed=3)
+    play(original, 4)
+    copied = duplicate(original)
+    seen = as_bytes(play(copied, 10))
+    assert len(set(seen)) == 10  # its telemetry moves
+    assert as_bytes(play(original, 10)) == seen  # and not the original's
+    np.testing.assert_array_equal(copied.reset(seed=5)[0], original.reset(seed=5)[0])
+    assert as_bytes(play(copied, 5)) == as_bytes(play(original, 5))
 
 
 def test_step_before_reset_is_refused() -> None:

@@ -32,6 +32,11 @@ PROFILE: dict[str, Any] = {
 }
 
 
+def changed(section: str, **values: float) -> dict[str, Any]:
+    """The profile with some values of a section changed."""
+    return PROFILE | {section: PROFILE.get(section, {}) | values}
+
+
 def content(**engine: Any) -> dict[str, Any]:
     tenant = {
         "prompt_tokens": {"distribution": "fixed", "tokens": 300},
@@ -88,6 +93,25 @@ def test_a_scenario_holds_the_profile_and_its_own_limits_go_first(tmp_path: Path
         ({"scheduling_policy": "lifo"}, ["scheduling_policy", "'lifo'", "'priority'"]),
         ({"gpu_price_per_hour_usd": -1}, ["gpu_price_per_hour_usd", "-1"]),
         ({"max_num_queued_reqs": 0}, ["max_num_queued_reqs", "0"]),
+        (
+            {"profile": changed("step_time", dense_ms_per_token=1e4)},
+            ["step_time", "512 tokens", "accepted are at most 1000 s"],
+        ),
+        ({"profile": changed("step_time", weights_ms=1e6)}, ["accepted are at most 1000 s"]),
+        (
+            {"profile": changed("step_time", prefill_attention_ms_per_pair=1e5)},
+            ["accepted are at most 1000 s"],
+        ),
+        (
+            {"profile": changed("step_time", kv_read_ms_per_token=1e5)},
+            ["accepted are at most 1000 s"],
+        ),
+        *(
+            ({"profile": changed("frontend", **{name: 1e7})}, [f"frontend.{name}", "1000"])
+            for name in ("request_s", "prompt_token_s", "delay_s")
+        ),
+        ({"max_model_len": 64}, ["tenants.0", "shortest request", "max_model_len (64)"]),
+        ({"num_gpu_blocks_override": 1}, ["tenants.0", "KV cache of 1 blocks"]),
     ],
 )
 def test_a_wrong_engine_section_is_refused_by_name(
@@ -97,6 +121,13 @@ def test_a_wrong_engine_section_is_refused_by_name(
         parse_scenario(content(**engine))
     for part in expected:
         assert part in str(caught.value)
+
+
+def test_the_window_is_bounded() -> None:
+    wrong = content()
+    wrong["control"] |= {"window_s": 3e6}
+    with pytest.raises(ScenarioError, match=r"window_s .* at most 10000 control intervals"):
+        parse_scenario(wrong)
 
 
 def test_the_window_is_whole_control_intervals() -> None:
@@ -112,6 +143,14 @@ def test_the_window_is_whole_control_intervals() -> None:
         ("a: [", "not YAML"),
         ("- 1", "expected a mapping"),
         ("name: x", "model: missing"),
+        ("name: x\nname: y", "the key 'name' is there twice"),
+        ("[" * 5000, "nested too deeply"),
+        (
+            yaml.safe_dump(
+                PROFILE | {"scheduler": PROFILE["scheduler"] | {"max_num_batched_tokens": 1}}
+            ),
+            r"max_num_batched_tokens \(1\) must be at least",
+        ),
         (
             yaml.safe_dump(PROFILE | {"kv_cache": {"num_gpu_blocks": 0}}),
             "kv_cache.num_gpu_blocks: got 0",

@@ -166,6 +166,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
         ["engine.slots.knee.segments", "at least 1"],
     ),
     ({"control__episode_s": 1000}, ["episode_s (1000", "control_interval_s (3"]),
+    ({"control__control_interval_s": 1e-13}, ["control.control_interval_s", "1e-13", "0.001"]),
     ({"control__cap_min": 9}, ["cap_min (9)", "cap_max (8)"]),
     ({"control__max_delta": 0}, ["control.max_delta", "0"]),
     ({"control__total_cap": 7}, ["sum is 8", "total_cap 7"]),

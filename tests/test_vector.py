@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import gymnasium as gym
@@ -12,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from test_env import short
 
+from vllm_tenant_tuning.backends.sim.clusters import MIN_CLUSTERS_PER_THREAD
 from vllm_tenant_tuning.spaces import ActionError
 from vllm_tenant_tuning.vector import VLLMTenantTuningVectorEnv
 
@@ -131,6 +134,27 @@ def test_thread_count_does_not_matter() -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_a_copy_goes_on_like_the_original(n_threads: int) -> None:
+    n = 2 * MIN_CLUSTERS_PER_THREAD
+    original = VLLMTenantTuningVectorEnv(n, short("reserved"), n_threads=n_threads)
+    original.reset(seed=[np.int64(i) for i in range(n)])
+    up = np.full((n, 2), 2)
+    original.step(up)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(original)))
+    for _ in range(25):  # across an autoreset
+        seen, reward, _, _, infos = copied.step(up)
+        expected, expected_reward, _, _, expected_infos = original.step(up)
+        np.testing.assert_array_equal(seen, expected)
+        np.testing.assert_array_equal(reward, expected_reward)
+        for i in range(n):
+            telemetry = expected_infos["telemetry"]["tenants"][i]
+            assert infos["telemetry"]["tenants"][i].tobytes() == telemetry.tobytes()
+    assert infos["telemetry"]["tenants"]["completed_total"].any()
+    copied.close()
+    original.close()
+
+
 def test_gymnasium_wrappers_work() -> None:
     scenario = short("study", 30.0)
     env = RecordEpisodeStatistics(VLLMTenantTuningVectorEnv(3, scenario))
@@ -158,6 +182,8 @@ def test_caps_can_differ_between_environments_and_hold_for_autoresets() -> None:
     ("arguments", "message"),
     [
         ({"num_envs": 0}, "num_envs: got 0"),
+        ({"num_envs": 1.5}, "num_envs: got 1.5; accepted is a whole number"),
+        ({"num_envs": "3"}, "num_envs: got '3'"),
         ({"autoreset_mode": "never"}, "autoreset_mode: got 'never'; accepted are NEXT_STEP"),
     ],
 )

@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from vllm_tenant_tuning.schema import Model, NonNegativeSeconds, PositiveSeconds, explain_error
+from vllm_tenant_tuning.schema import (
+    Model,
+    NonNegativeSeconds,
+    PositiveSeconds,
+    YAMLError,
+    explain_error,
+    parse_yaml,
+)
 
 OutputForm = Literal["json_schema", "tool", "text"]
 """How an answer is asked for: `response_format`, a forced tool call, or the prompt alone."""
@@ -180,8 +186,8 @@ def load_agent(text: str) -> AgentSource:
         beside = file.parent
         content = _read(file)
     try:
-        values = yaml.safe_load(content)
-    except yaml.YAMLError as error:
+        values = parse_yaml(content)
+    except YAMLError as error:
         raise ValueError(f"llm {source}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"llm {source}: expected a mapping of keys such as model and base_url")
@@ -189,8 +195,7 @@ def load_agent(text: str) -> AgentSource:
         config = LLMConfig.model_validate(values | given)
     except ValidationError as error:
         lines = [explain_error(item) for item in error.errors(include_url=False)]
-        shown = "; ".join(lines).replace("scenario: ", "")
-        raise ValueError(f"llm {source}: {shown}") from error
+        raise ValueError(f"llm {source}: {'; '.join(lines)}") from error
     templates = []
     for name in (config.system_template, config.user_template, config.retry_template):
         if beside is not None and (beside / name).is_file():

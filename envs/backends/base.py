@@ -137,6 +137,9 @@ def make_backend(name: str, scenario: Scenario, n_clusters: int = 1, **options: 
         from vllm_tenant_tuning.backends.sim.engine import EngineBackend
         from vllm_tenant_tuning.backends.sim.slots import SlotsBackend
 
+        unknown = sorted(set(options) - {"n_threads"})
+        if unknown:
+            raise ValueError(f"{unknown[0]}: the sim backend has no such option, only n_threads")
         if scenario.engine.fidelity == "slots":
             return SlotsBackend(scenario, n_clusters, **options)
         return EngineBackend(scenario, n_clusters, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -180,6 +181,27 @@ def test_the_command_writes_a_profile_that_loads(
     assert "--num-gpu-blocks 4000" in profile.source
 
 
+@pytest.mark.parametrize(
+    ("factors", "warned"),
+    [((1.0, 1.0), ""), ((1.0, 2.0), "misses these points by"), ((0.01, 0.01), "milliseconds")],
+)
+def test_a_fit_that_says_little_is_warned_of(
+    factors: tuple[float, float],
+    warned: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    grid = synthetic(TRUTH)
+    step_ms = grid.step_ms * np.resize(factors, len(grid))
+    file = as_file(tmp_path / "grid.json", dataclasses.replace(grid, step_ms=step_ms))
+    out = tmp_path / "mine.yaml"
+    assert main(["calibrate", "--grid", str(file), "--out", str(out), *OPTIONS]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("warning" in printed) == bool(warned)
+    assert warned in printed
+    assert out.exists()
+
+
 def test_a_template_gives_what_is_not_given(tmp_path: Path) -> None:
     grid = as_file(tmp_path / "grid.json", synthetic(TRUTH))
     out = tmp_path / "mine.yaml"
@@ -210,6 +232,9 @@ NARROW = {"models": {"a/synthetic": [[0, n, 128, 5.0 + n] for n in range(1, 31)]
 REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["--model", "other"], "got 'other'.* name one of a/synthetic"),
     ({"columns": ["prefill_tokens", "step_ms"]}, [], "needed are prefill_tokens, num_decode"),
+    ({"columns": [*COLUMNS, COLUMNS[0]]}, [], "their names must differ"),
+    ({}, ["--max-num-batched-tokens", "8"], r"max_num_batched_tokens \(8\) must be at least"),
+    ({}, ["--out", "/nonexistent/p.yaml"], "--out: got /nonexistent/p.yaml; accepted is a file"),
     ({"models": {}}, [], "models: expected a mapping"),
     ({"models": {"a/synthetic": [[0, 1, 2, 3.0]] * 5}}, [], "5 points; at least 18"),
     (rows(step_ms=float("nan")), [], "row 5: step_ms: got nan; accepted are 0.001 to 1000000"),
@@ -253,7 +278,7 @@ def test_bad_input_gets_one_message_and_writes_nothing(
     assert re.search(message, error), error
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "{", "9" * 5000])
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{", "9" * 5000, "[" * 100_000])
 def test_what_is_not_a_grid_is_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,11 @@ class LiveBackend:
         self._report: dict[str, Any] = {}
         self._closed = False
 
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "live backend: one server has one load; make another environment instead of a copy"
+        )
+
     def reset(self, cluster: int, stream: RequestStream, caps: npt.NDArray[np.int64]) -> None:
         """Start an episode on the server, once it is healthy and idle, and observe it at time 0.
 

@@ -44,7 +44,14 @@ class SimulatedClusters:
         n_chunks = max(1, min(n_threads, n_clusters // MIN_CLUSTERS_PER_THREAD))
         bounds = np.linspace(0, n_clusters, n_chunks + 1).astype(int).tolist()
         self._chunks = list(itertools.pairwise(bounds))
-        self._pool = ThreadPoolExecutor(n_chunks) if n_chunks > 1 else None
+        self._start_threads()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_pool"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start_threads()
 
     def advance(self, caps: npt.NDArray[np.int64], active: npt.NDArray[np.bool_]) -> None:
         """Run one control interval under the given caps (see `Backend.advance`)."""
@@ -70,6 +77,10 @@ class SimulatedClusters:
         """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown()
+
+    def _start_threads(self) -> None:
+        n_chunks = len(self._chunks)
+        self._pool = ThreadPoolExecutor(n_chunks) if n_chunks > 1 else None
 
     def _advance(
         self, first: int, last: int, caps: npt.NDArray[np.int64], active: npt.NDArray[np.bool_]

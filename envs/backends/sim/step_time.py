@@ -22,8 +22,6 @@ import numpy.typing as npt
 from vllm_tenant_tuning.profile import StepTimeCoefficients
 
 ROOFLINE_EXPONENT: Final = 2
-LONGEST_STEP_PS: Final = 10**15
-"""1000 s. Longer steps are a mistake in the profile, and sums of them would leave int64."""
 
 _PS_PER_MS: Final = 1e9
 _FS_PER_MS: Final = 1e12
@@ -79,23 +77,13 @@ def step_time_ms(
 def step_tables(
     coefficients: StepTimeCoefficients, max_num_batched_tokens: int, max_num_seqs: int
 ) -> StepTables:
-    """Tabulate the law for the steps that a scheduler of these limits can form.
-
-    Raises:
-        ValueError: the longest of these steps takes more than 1000 s.
-    """
+    """Tabulate the law for the steps that a scheduler of these limits can form."""
     tokens = np.arange(max_num_batched_tokens + 1, dtype=np.float64)
     sequences = np.arange(max_num_seqs + 1, dtype=np.float64)
     dense_ps = _PS_PER_MS * _dense_ms(coefficients, tokens)
     sequence_ps = _PS_PER_MS * coefficients.sequence_ms * sequences
     kv_ps = np.full(sequences.size, _PS_PER_MS * coefficients.kv_read_ms_per_token)
     pair_fs = _FS_PER_MS * coefficients.prefill_attention_ms_per_pair / 2
-    longest_ps = max(dense_ps[-1] + sequence_ps[-1], kv_ps[-1], pair_fs / 1000)
-    if longest_ps > LONGEST_STEP_PS:
-        raise ValueError(
-            f"step_time: a step of {max_num_batched_tokens} tokens and {max_num_seqs} sequences "
-            f"would take {longest_ps / 1e12:g} s or more; accepted are at most 1000 s"
-        )
     return StepTables(
         dense_ps=_integers(dense_ps),
         sequence_ps=_integers(sequence_ps),
