@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,7 @@ def find_best_static(
     scenario: Scenario,
     seeds: Sequence[int] = TRAINING_SEEDS,
     trace_dir: str | Path | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> BestStatic:
     """Search the caps that, never changed, give the highest mean return.
 
@@ -54,6 +55,8 @@ def find_best_static(
         scenario: the task.
         seeds: the same for every combination.
         trace_dir: the folder of the trace files.
+        on_progress: called with (combinations tried, combinations known to be tried); what is
+            tried next may depend on them.
     """
     control = scenario.control
     every = list(range(control.cap_min, control.cap_max + 1))
@@ -63,7 +66,14 @@ def find_best_static(
     def try_all(candidates: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         candidates = [caps for caps in candidates if sum(caps) <= scenario.total_cap]
         new = [caps for caps in candidates if caps not in tried]
-        tried.update(zip(new, _mean_returns(scenario, new, seeds, trace_dir), strict=True))
+        n_before = len(tried)
+
+        def on_episodes(played: int) -> None:
+            if on_progress is not None:
+                on_progress(n_before + played // len(seeds), n_before + len(new))
+
+        means = _mean_returns(scenario, new, seeds, trace_dir, on_episodes)
+        tried.update(zip(new, means, strict=True))
         return max(candidates, key=lambda caps: (tried[caps], -sum(caps)))
 
     def try_one(best: tuple[int, ...], tenant: int, caps: Sequence[int]) -> tuple[int, ...]:
@@ -103,8 +113,9 @@ def _mean_returns(
     candidates: Sequence[tuple[int, ...]],
     seeds: Sequence[int],
     trace_dir: str | Path | None,
+    on_episodes: Callable[[int], None],
 ) -> list[float]:
-    """Mean return of each combination of caps over the seeds."""
+    """Mean return of each combination of caps over the seeds; `on_episodes` hears how many ran."""
     episodes = [(caps, seed) for caps in candidates for seed in seeds]
     returns: list[npt.NDArray[np.float64]] = []
     for batch in _batches(episodes, CLUSTERS_AT_ONCE):
@@ -119,6 +130,7 @@ def _mean_returns(
             total += env.step(hold)[1]
         env.close()
         returns.append(total)
+        on_episodes(sum(map(len, returns)))
     if not returns:
         return []
     means: list[float] = (

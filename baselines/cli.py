@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,35 +12,15 @@ from typing import Any, Final
 import yaml
 
 from vllm_tenant_tuning.backends import BACKENDS, BackendError
+from vllm_tenant_tuning.baselines.command_line import RAY_HELP, parse_seeds
 from vllm_tenant_tuning.baselines.live_cli import (
     add_protocol,
     add_server_options,
     checked_server_options,
     server_options,
 )
+from vllm_tenant_tuning.baselines.profile_cli import add_calibrate, add_validate
 from vllm_tenant_tuning.scenario import load_scenario, scenario_names
-
-CALIBRATE_OPTIONS: Final[dict[str, tuple[str, type]]] = {
-    "--name": ("name", str),
-    "--description": ("description", str),
-    "--gpu": ("gpu", str),
-    "--num-gpu-blocks": ("kv_cache.num_gpu_blocks", int),
-    "--block-size": ("kv_cache.block_size", int),
-    "--max-num-seqs": ("scheduler.max_num_seqs", int),
-    "--max-num-batched-tokens": ("scheduler.max_num_batched_tokens", int),
-    "--max-model-len": ("scheduler.max_model_len", int),
-    "--request-s": ("frontend.request_s", float),
-    "--prompt-token-s": ("frontend.prompt_token_s", float),
-    "--delay-s": ("frontend.delay_s", float),
-    "--gpu-memory-utilization": ("gpu_memory_utilization", float),
-}
-"""What a grid of step times cannot give, by the field of the engine profile."""
-
-RAY_HELP: Final = (
-    "play on this Ray cluster: auto, HOST:PORT or ray://HOST:PORT; its machines need this package, "
-    "traces and models are sent to them"
-)
-
 
 LLM_OPTIONS: Final[dict[str, tuple[str, type, str, str]]] = {
     "--base-url": ("base_url", str, "URL", "of an OpenAI-compatible API, such as http://HOST/v1"),
@@ -112,8 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B,...",
         help="comma-separated: best_static, or what `policies` lists (default: all rules)",
     )
-    evaluate.add_argument("--scenario", default="study", metavar="NAME|FILE")
-    evaluate.add_argument("--seeds", default="0:100", metavar="A:B", help="A to B - 1")
+    evaluate.add_argument(
+        "--scenario", default="study", metavar="NAME|FILE", help="default: %(default)s"
+    )
+    evaluate.add_argument(
+        "--seeds", default="0:100", metavar="A:B", help="A to B - 1 (default: %(default)s)"
+    )
     evaluate.add_argument("--out", required=True, metavar="DIR", help="records and report")
     evaluate.add_argument("--trace-dir", metavar="DIR", help="folder of the trace files")
     evaluate.add_argument("--workers", type=int, metavar="N", help="processes (default: cores)")
@@ -149,83 +132,25 @@ def _parser() -> argparse.ArgumentParser:
     study.set_defaults(run=_study)
 
     bench = commands.add_parser("bench", help="measure speed beside CartPole-v1")
-    bench.add_argument("--scenario", default="study", metavar="NAME|FILE")
-    bench.add_argument("--num-envs", type=int, default=1024, metavar="N")
+    bench.add_argument(
+        "--scenario", default="study", metavar="NAME|FILE", help="default: %(default)s"
+    )
+    bench.add_argument(
+        "--num-envs",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="of the vector environment (default: %(default)s)",
+    )
     bench.add_argument("--json", metavar="FILE", help="write the result there too")
     bench.add_argument(
         "--scaling", metavar="FILE", help="measure how the engine's cost grows, and draw it there"
     )
     bench.set_defaults(run=_bench)
 
-    calibrate = commands.add_parser(
-        "calibrate", help="fit an engine profile to measured step times, or to a live server"
-    )
-    measured = calibrate.add_mutually_exclusive_group(required=True)
-    measured.add_argument("--grid", metavar="FILE", help="measured step times")
-    measured.add_argument("--url", metavar="URL", help="measure this running vLLM server")
-    measured.add_argument(
-        "--records",
-        action="append",
-        metavar="FILE",
-        help="what an earlier --url measured, without the server; may be repeated",
-    )
-    calibrate.add_argument("--out", required=True, metavar="PROFILE", help="YAML file to write")
-    calibrate.add_argument("--model", metavar="NAME", help="of the grid, or of the server")
-    calibrate.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="of all batches, with --url"
-    )
-    calibrate.add_argument(
-        "--template", metavar="NAME|PROFILE", help="a profile for what no option gives"
-    )
-    calibrate.add_argument(
-        "--sequence-ms",
-        type=float,
-        metavar="MS",
-        help="a served engine's host time per decoding sequence, in place of the fitted one",
-    )
-    for option, (field, kind) in CALIBRATE_OPTIONS.items():
-        calibrate.add_argument(option, type=kind, metavar="X", help=f"the profile's {field}")
-    calibrate.set_defaults(run=_calibrate)
-
-    validate = commands.add_parser(
-        "validate", help="play the same requests in simulation and on a live server"
-    )
-    validate.add_argument("--scenario", required=True, metavar="NAME|FILE")
-    validate.add_argument("--profile", required=True, metavar="NAME|FILE", help="for simulation")
-    validate.add_argument("--out", required=True, metavar="DIR", help="records, summary, figure")
-    validate.add_argument(
-        "--url", metavar="URL", help="of the server; without it, episodes that DIR holds"
-    )
-    validate.add_argument("--model", metavar="NAME", help="on the server (default: the first)")
-    validate.add_argument(
-        "--caps",
-        action="append",
-        default=[],
-        metavar="A,B,...",
-        help="constant caps, one a tenant; may be repeated (default: the scenario's)",
-    )
-    validate.add_argument(
-        "--loads", default="1", metavar="X,Y,...", help="factors on all arrival rates"
-    )
-    validate.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests")
-    validate.add_argument("--episode-s", type=float, metavar="S", help="(default: the scenario's)")
-    validate.add_argument(
-        "--dry-run", action="store_true", help="say what it would take, and play nothing"
-    )
-    validate.set_defaults(run=_validate)
+    add_calibrate(commands)
+    add_validate(commands)
     return parser
-
-
-def parse_seeds(text: str) -> range:
-    """The seeds `A:B` stand for, A to B - 1, inside the evaluation's 0 to 999.
-
-    Raises:
-        ValueError: not of that form, empty, or out of range.
-    """
-    first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last) <= 1000):
-        raise ValueError(f"seeds: got '{text}'; accepted is A:B with 0 <= A < B <= 1000")
-    return range(int(first), int(last))
 
 
 def _list_scenarios(options: argparse.Namespace) -> int:
@@ -355,84 +280,6 @@ def _bench(options: argparse.Namespace) -> int:
         plot_engine_scaling(result["engine"]["scaling"], options.scaling)
     _write_json(options.json, result)
     return 0
-
-
-def _calibrate(options: argparse.Namespace) -> int:
-    from vllm_tenant_tuning.baselines.calibrate import calibrate
-
-    if options.url is None:
-        options.rounds = None
-    elif options.rounds < 1:
-        raise ValueError(f"--rounds: got {options.rounds}; accepted is at least 1")
-    common: dict[str, Any] = {
-        "template": options.template,
-        "given": {
-            CALIBRATE_OPTIONS[_option(name)][0]: value
-            for name, value in vars(options).items()
-            if value is not None and _option(name) in CALIBRATE_OPTIONS
-        },
-        "command": _command_line(options),
-    }
-    out = Path(options.out)
-    if options.grid is not None:
-        calibrate(options.grid, out, model=options.model, sequence_ms=options.sequence_ms, **common)
-        return 0
-    if options.sequence_ms is not None:
-        raise ValueError("--sequence-ms: accepted is with --grid; a live server shows its own")
-    from vllm_tenant_tuning.baselines.calibrate_live import calibrate_server, fit_trials
-
-    if options.records is not None:
-        fit_trials([Path(file) for file in options.records], out, **common)
-    else:
-        calibrate_server(options.url, out, model=options.model, rounds=options.rounds, **common)
-    return 0
-
-
-def _validate(options: argparse.Namespace) -> int:
-    from vllm_tenant_tuning.baselines.validate import validate
-
-    validate(
-        options.scenario,
-        options.profile,
-        Path(options.out),
-        url=options.url,
-        model=options.model,
-        loads=_numbers("--loads", options.loads, float),
-        caps=[_numbers("--caps", text, int) for text in options.caps],
-        seed=options.seed,
-        episode_s=options.episode_s,
-        dry_run=options.dry_run,
-        command=_command_line(options),
-    )
-    return 0
-
-
-def _command_line(options: argparse.Namespace) -> str:
-    """What was typed, with the defaults, for records to name."""
-    words = [
-        word
-        for name, value in vars(options).items()
-        if value is not None and name not in ("command", "run", "dry_run")
-        for item in (value if isinstance(value, list) else [value])
-        for word in (_option(name), str(item))
-    ]
-    return shlex.join(["vllm-tenant-tuning", options.command, *words])
-
-
-def _numbers(option: str, text: str, kind: type) -> list[Any]:
-    """The comma-separated numbers of an option.
-
-    Raises:
-        ValueError: not such numbers.
-    """
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"{option}: got '{text}'; accepted are comma-separated numbers") from error
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _write_json(path: str | None, content: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,13 +21,8 @@ from rich.progress import (
 from rich.table import Table
 
 from vllm_tenant_tuning.baselines.distributed import RayCluster
-from vllm_tenant_tuning.baselines.evaluate import (
-    Contender,
-    Trajectory,
-    evaluate,
-    resolve,
-    trajectories,
-)
+from vllm_tenant_tuning.baselines.episode import Trajectory
+from vllm_tenant_tuning.baselines.evaluate import Contender, evaluate, resolve, trajectories
 from vllm_tenant_tuning.baselines.live import RAW_FOLDER, recorded_trajectories, split_results
 from vllm_tenant_tuning.baselines.records import DecisionRecord, EpisodeRecord
 from vllm_tenant_tuning.baselines.report import rich_table, write_report
@@ -88,7 +83,8 @@ def compare(
             played; or no live episode that counts.
         BackendError: a live server on which no episode can begin.
     """
-    contenders = [resolve(policy, scenario, trace_dir) for policy in policies]
+    with progress_bar("choosing") if "best_static" in policies else nullcontext() as on_choice:
+        contenders = [resolve(policy, scenario, trace_dir, on_choice) for policy in policies]
     chosen = reference_label(reference, policies, contenders)
     options = dict(backend_options or {})
     if backend == "live":

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from vllm_tenant_tuning.baselines.command_line import parse_seeds
 from vllm_tenant_tuning.baselines.live import COOL_DOWN_S, WARM_UP_S
 from vllm_tenant_tuning.scenario import load_scenario
 
@@ -146,7 +147,6 @@ def add_protocol(commands: Any) -> None:
 
 
 def _protocol(options: argparse.Namespace) -> int:
-    from vllm_tenant_tuning.baselines.cli import parse_seeds
     from vllm_tenant_tuning.baselines.comparison import reference_label
     from vllm_tenant_tuning.baselines.protocol import (
         describe,

@@ -26,13 +26,12 @@ import numpy as np
 
 from vllm_tenant_tuning.agents import make_policy
 from vllm_tenant_tuning.baselines.comparison import conclude, progress_bar
+from vllm_tenant_tuning.baselines.episode import Env, make_env
 from vllm_tenant_tuning.baselines.evaluate import (
     EPISODES_FILE,
     Contender,
-    Env,
     Task,
     digest,
-    make_env,
     play_task,
     resolve,
 )

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_tenant_tuning.baselines import plots
-from vllm_tenant_tuning.baselines.evaluate import Trajectory
+from vllm_tenant_tuning.baselines.episode import Trajectory
 from vllm_tenant_tuning.baselines.metrics import METRICS, TESTED
 from vllm_tenant_tuning.baselines.records import EpisodeRecord
 from vllm_tenant_tuning.baselines.statistics import (

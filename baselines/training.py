@@ -19,6 +19,7 @@ from vllm_tenant_tuning.agents.rl import (
     RUN_CONFIG_FILE,
     algorithm_class,
 )
+from vllm_tenant_tuning.baselines.command_line import RAY_HELP, parse_seeds
 from vllm_tenant_tuning.baselines.training_config import (
     RunConfig,
     TrainingConfig,
@@ -316,8 +317,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from vllm_tenant_tuning.baselines.cli import parse_seeds
-
     seeds = parse_seeds(options.eval_seeds)
     if options.resume is not None:
         for name in ("scenario", "algorithm", "seed", "seeds", "n_envs", "config", "out", "ray"):
@@ -374,7 +373,6 @@ def _sweep(
     training: TrainingConfig,
     eval_seeds: range,
 ) -> int:
-    from vllm_tenant_tuning.baselines.cli import parse_seeds
     from vllm_tenant_tuning.baselines.comparison import compare, progress_bar
     from vllm_tenant_tuning.baselines.distributed import RayCluster
     from vllm_tenant_tuning.baselines.evaluate import RULE_POLICIES, Contender
@@ -416,7 +414,6 @@ def _default_scenario(trace_dir: str | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from vllm_tenant_tuning.baselines.cli import RAY_HELP
 
     parser = argparse.ArgumentParser(
         prog="train",

@@ -35,7 +35,7 @@ from gymnasium.utils import seeding
 from vllm_tenant_tuning.agents.policy import as_action
 from vllm_tenant_tuning.agents.static import StaticPolicy
 from vllm_tenant_tuning.baselines.best_static import TRAINING_SEEDS, find_best_static
-from vllm_tenant_tuning.baselines.evaluate import make_env, play
+from vllm_tenant_tuning.baselines.episode import make_env, play
 from vllm_tenant_tuning.baselines.metrics import TESTED
 from vllm_tenant_tuning.baselines.records import EpisodeRecord
 from vllm_tenant_tuning.baselines.statistics import paired_differences

@@ -29,7 +29,8 @@ from vllm_tenant_tuning.agents.llm import (
 )
 from vllm_tenant_tuning.agents.llm.prompt import changes_schema, shown
 from vllm_tenant_tuning.baselines.cli import main
-from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE, evaluate, make_env, play
+from vllm_tenant_tuning.baselines.episode import make_env, play
+from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE, evaluate
 from vllm_tenant_tuning.baselines.records import read_records
 
 SHORT = short("premium_burst", 60.0)  # 20 intervals of 3 s, caps 4/4 in 1 to 8

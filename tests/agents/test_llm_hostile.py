@@ -15,7 +15,7 @@ from llm_server import OK, Behaviour, Exchange, completion, llm_server, says, to
 from test_env import short
 
 from vllm_tenant_tuning.agents.llm import LLMPolicy, agent_text
-from vllm_tenant_tuning.baselines.evaluate import make_env, play
+from vllm_tenant_tuning.baselines.episode import make_env, play
 
 SCENARIO = short("premium_burst", 9.0)  # 3 decisions, max_delta 1, caps 4/4 in 1 to 8
 HANGING = short("premium_burst", 3.0)

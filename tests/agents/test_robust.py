@@ -19,7 +19,7 @@ from vllm_tenant_tuning.agents.robust import (
     erlang_b,
     lost_share,
 )
-from vllm_tenant_tuning.baselines.evaluate import make_env, play
+from vllm_tenant_tuning.baselines.episode import make_env, play
 from vllm_tenant_tuning.scenario import Scenario, load_scenario
 
 STUDY = load_scenario("study")

@@ -16,7 +16,7 @@ import pytest
 
 from vllm_tenant_tuning import load_scenario
 from vllm_tenant_tuning.agents.static import StaticPolicy
-from vllm_tenant_tuning.baselines.evaluate import make_env, play
+from vllm_tenant_tuning.baselines.episode import make_env, play
 from vllm_tenant_tuning.scenario import Scenario
 from vllm_tenant_tuning.telemetry import CLUSTER_DTYPE, TENANT_DTYPE
 

@@ -13,8 +13,10 @@ from vllm_tenant_tuning.agents import make_policy
 from vllm_tenant_tuning.backends import Outcome
 from vllm_tenant_tuning.baselines import evaluate as module
 from vllm_tenant_tuning.baselines.best_static import find_best_static
-from vllm_tenant_tuning.baselines.cli import main, parse_seeds
-from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE, evaluate, make_env, play
+from vllm_tenant_tuning.baselines.cli import main
+from vllm_tenant_tuning.baselines.command_line import parse_seeds
+from vllm_tenant_tuning.baselines.episode import make_env, play
+from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE, evaluate
 from vllm_tenant_tuning.baselines.records import read_records
 
 SHORT = short("premium_burst", 120.0)
@@ -159,8 +161,13 @@ def test_the_best_static_of_many_tenants_cannot_be_bettered_by_one_cap() -> None
     tenants = tuple(study.tenants[1].model_copy(update={"name": f"t{i}"}) for i in range(4))
     scenario = study.model_copy(update={"tenants": tenants})
     seeds = range(10_000, 10_003)
-    found = find_best_static(scenario, seeds)
+    heard: list[tuple[int, int]] = []
+    found = find_best_static(
+        scenario, seeds, on_progress=lambda tried, known: heard.append((tried, known))
+    )
     assert len(found.tried) < 8**4
+    assert heard == sorted(heard)
+    assert heard[-1] == (len(found.tried),) * 2
     env = make_env(scenario)
     for tenant in range(4):
         for cap in (1, 4, 8):

@@ -15,7 +15,8 @@ from test_env import short
 from vllm_tenant_tuning.baselines import comparison, evaluate
 from vllm_tenant_tuning.baselines import protocol as module
 from vllm_tenant_tuning.baselines.cli import main
-from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE, make_env
+from vllm_tenant_tuning.baselines.episode import make_env
+from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE
 from vllm_tenant_tuning.baselines.live import RAW_FOLDER, recorded_trajectories, split_results
 from vllm_tenant_tuning.baselines.protocol import (
     PROTOCOL_FILE,

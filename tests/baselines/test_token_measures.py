@@ -11,7 +11,7 @@ import yaml
 from test_profile import PROFILE, content
 
 from vllm_tenant_tuning.agents import make_policy
-from vllm_tenant_tuning.baselines.evaluate import make_env, play
+from vllm_tenant_tuning.baselines.episode import make_env, play
 from vllm_tenant_tuning.baselines.records import append_record, read_records
 from vllm_tenant_tuning.scenario import load_scenario, parse_scenario
 

@@ -27,7 +27,8 @@ from test_env import short
 from vllm_tenant_tuning import load_scenario
 from vllm_tenant_tuning.agents.rl import ALGORITHMS, ModelPolicy, algorithm_class
 from vllm_tenant_tuning.baselines import training
-from vllm_tenant_tuning.baselines.evaluate import EVALUATION_SEEDS, make_env, play
+from vllm_tenant_tuning.baselines.episode import make_env, play
+from vllm_tenant_tuning.baselines.evaluate import EVALUATION_SEEDS
 from vllm_tenant_tuning.baselines.training import (
     TrainingRun,
     first_training_seed,
