@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +214,47 @@ def test_a_server_that_is_gone_and_comes_back(tmp_path: Path) -> None:
     assert read_requests(info["live"]["folder"])
     with pytest.raises(LiveError, match="is not ready"):
         env.reset(seed=1)
+    with fake_server(port):
+        env.reset(seed=1)
+        assert not env.step(HOLD)[3]
+        env.close()
+
+
+@contextmanager
+def not_accepting(port: int) -> Iterator[None]:
+    """A server that listens there and accepts nobody: its queue of connections is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(0)
+        for _ in range(100):
+            waiting = stack.enter_context(socket.socket())
+            waiting.settimeout(0.2)
+            try:
+                waiting.connect(("127.0.0.1", port))
+            except TimeoutError:
+                break
+        else:
+            raise AssertionError("the queue never fills")
+        yield
+
+
+def test_a_server_that_is_slow_to_accept(tmp_path: Path) -> None:
+    with fake_server() as first:
+        port = int(first.url.rsplit(":", 1)[1])
+        env = make(first.url, tmp_path)
+        env.reset(seed=0)
+        env.step(HOLD)
+    with not_accepting(port):
+        began_s = time.monotonic()
+        info, _ = run_until_truncated(env)
+        assert info["truncation_reason"] in ("server_hung", "server_unreachable")
+        assert time.monotonic() - began_s < STATED_S
+        began_s = time.monotonic()
+        with pytest.raises(LiveError, match="is not ready"):
+            env.reset(seed=1)
+        assert time.monotonic() - began_s < 5.0 + STATED_S
     with fake_server(port):
         env.reset(seed=1)
         assert not env.step(HOLD)[3]
