@@ -16,7 +16,8 @@ from vllm_tenant_tuning.agents.envoy_gradient import EnvoyGradientConfig, EnvoyG
 from vllm_tenant_tuning.agents.fair_share import FairSharePolicy
 from vllm_tenant_tuning.agents.policy import Policy
 from vllm_tenant_tuning.agents.quotas import QuotaConfig, QuotaPolicy
-from vllm_tenant_tuning.agents.robust import RobustPolicy, parse_requirements
+from vllm_tenant_tuning.agents.robust import RobustPolicy
+from vllm_tenant_tuning.agents.robust_config import parse_requirements
 from vllm_tenant_tuning.agents.slo_pi import SloPiPolicy
 from vllm_tenant_tuning.agents.static import StaticPolicy
 from vllm_tenant_tuning.agents.threshold import BacklogPolicy, WindowP99Policy

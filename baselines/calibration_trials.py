@@ -27,7 +27,7 @@ from vllm_tenant_tuning.backends.live.client import (
 from vllm_tenant_tuning.backends.live.load import Prompts
 from vllm_tenant_tuning.backends.live.metrics import MetricsError, Scrape, parse_metrics
 from vllm_tenant_tuning.backends.live.options import LiveOptions
-from vllm_tenant_tuning.backends.live.process import (
+from vllm_tenant_tuning.backends.live.pages import (
     SCRAPE_TIMEOUT_S,
     NotReadyError,
     find_model,

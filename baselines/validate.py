@@ -27,7 +27,7 @@ from vllm_tenant_tuning.backends.live.backend import LiveError
 from vllm_tenant_tuning.backends.live.client import Completion, CompletionClient, completion_body
 from vllm_tenant_tuning.backends.live.load import Prompts
 from vllm_tenant_tuning.backends.live.options import live_options
-from vllm_tenant_tuning.backends.live.process import NotReadyError, find_model
+from vllm_tenant_tuning.backends.live.pages import NotReadyError, find_model
 from vllm_tenant_tuning.backends.sim.step_time import step_time_ms
 from vllm_tenant_tuning.baselines.plots import save_plot
 from vllm_tenant_tuning.baselines.validation_measures import (

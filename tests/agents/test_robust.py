@@ -11,14 +11,10 @@ from scipy import stats
 from telemetry_cases import changed, observe, step
 
 from vllm_tenant_tuning.agents import Policy, make_policy
-from vllm_tenant_tuning.agents.robust import (
-    DemandForecast,
-    EngineJudge,
-    RobustConfig,
-    RobustPolicy,
-    erlang_b,
-    lost_share,
-)
+from vllm_tenant_tuning.agents.demand_forecast import DemandForecast, erlang_b, lost_share
+from vllm_tenant_tuning.agents.engine_judge import EngineJudge
+from vllm_tenant_tuning.agents.robust import RobustPolicy
+from vllm_tenant_tuning.agents.robust_config import RobustConfig
 from vllm_tenant_tuning.baselines.episode import make_env, play
 from vllm_tenant_tuning.scenario import Scenario, load_scenario
 
