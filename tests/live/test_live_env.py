@@ -289,6 +289,15 @@ def test_an_agent_that_forgets_its_environment(server: FakeServer, tmp_path: Pat
     env.close()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises, also where a shell started the tests in the background and it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_stops_the_load_and_the_next_reset_works(server: FakeServer, tmp_path: Path) -> None:
     env = make(server.url, tmp_path, task(interval_s=5.0))
     env.reset(seed=0)
