@@ -432,10 +432,7 @@ def errors_table(cells: Sequence[dict[str, Any]]) -> Table:
 
 def pace_table(cells: Sequence[dict[str, Any]]) -> Table:
     """The errors once more, with the simulated steps as slow as each episode's own."""
-    paced = [
-        {**cell, "tenants": cell["at_its_pace"]["tenants"], "load": cell["load"]} for cell in cells
-    ]
-    table = errors_table(paced)
+    table = errors_table([{**cell, "tenants": cell["at_its_pace"]["tenants"]} for cell in cells])
     factors = ", ".join(f"{cell['at_its_pace']['step_time_factor']:.2f}" for cell in cells)
     table.title = f"the same with all step times multiplied so that the mean TPOT is met: {factors}"
     return table

@@ -64,13 +64,15 @@ def find_pace(
         return (math.inf if math.isnan(mean_s) else mean_s) - target_s
 
     low, high = map(math.log, PACES)
-    if math.isnan(target_s) or error_s(low) > 0:
-        pace = 1.0 if math.isnan(target_s) else PACES[0]
+    if math.isnan(target_s):
+        pace = 1.0
+    elif error_s(low) > 0:
+        pace = PACES[0]
     elif error_s(high) < 0:
         pace = PACES[1]
     else:
-        pace = math.exp(brentq(error_s, low, high, xtol=1e-3))
-    return round(pace, 3), play(round(pace, 3))
+        pace = round(math.exp(brentq(error_s, low, high, xtol=1e-3)), 3)
+    return pace, play(pace)
 
 
 def hold(env: gym.Env[Any, Any], scenario: Scenario, caps: Sequence[int], seed: int) -> Any:

@@ -460,10 +460,8 @@ class Scenario(Model):
                 f"control.window_s ({control.window_s}): the engine fidelity accepts at most "
                 f"{MAX_ENGINE_WINDOW_INTERVALS} control intervals (it keeps a histogram of each)"
             )
-        max_model_len, block_size = (
-            engine.scheduler.max_model_len,
-            engine.profile.kv_cache.block_size,
-        )
+        max_model_len = engine.scheduler.max_model_len
+        block_size = engine.profile.kv_cache.block_size
         for index, tenant in enumerate(self.tenants):
             prompt, output = _fewest(tenant.prompt_tokens), _fewest(tenant.output_tokens)
             if prompt + output > max_model_len:

@@ -33,12 +33,13 @@ class _UniqueKeysLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
-            if (key.tag, key.value) in seen and isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key '{key.value}' is there twice", key.start_mark
                 )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add((key.tag, key.value))
+            seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
 
