@@ -39,6 +39,8 @@ class TrainingConfig(_Model):
     `ent_coef`, `vf_coef`, `max_grad_norm`: weights of entropy and value loss, gradient clipping.
     `net_arch`, `activation`: hidden layers of policy and value network each.
     `normalize_observations`, `normalize_rewards`: by running mean and variance.
+    `n_stack`: observations of so many control intervals, oldest first, are what the policy sees;
+    before the first of an episode they are zeros (after normalisation). Not for RecurrentPPO.
     `checkpoint_timesteps`: a checkpoint is written when so many have passed.
     """
 
@@ -61,6 +63,7 @@ class TrainingConfig(_Model):
     activation: Literal["tanh", "relu"]
     normalize_observations: bool
     normalize_rewards: bool
+    n_stack: Annotated[int, Field(ge=1, le=64)] = 1
     checkpoint_timesteps: Annotated[int, Field(ge=1)]
 
     @model_validator(mode="after")
@@ -80,6 +83,14 @@ class RecurrentTrainingConfig(TrainingConfig):
     """
 
     lstm_hidden_size: Annotated[int, Field(ge=1, le=8192)]
+
+    @model_validator(mode="after")
+    def _remembers_by_itself(self) -> RecurrentTrainingConfig:
+        if self.n_stack != 1:
+            raise ValueError(
+                f"n_stack: got {self.n_stack}; accepted for recurrent-ppo is 1, its LSTM remembers"
+            )
+        return self
 
 
 class RunConfig(_Model):

@@ -18,7 +18,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.utils import LinearSchedule, set_random_seed
-from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack, VecMonitor, VecNormalize
 
 from vllm_tenant_tuning.agents.rl import MODEL_FILE, NORMALIZATION_FILE, algorithm_class
 from vllm_tenant_tuning.baselines.sb3 import SB3VecEnv
@@ -72,11 +72,11 @@ def learn(
             norm_reward=training.normalize_rewards,
             gamma=training.gamma,
         )
-        model = _new_model(config, venv)
+        model = _new_model(config, stacked(venv, training.n_stack))
     else:
         venv = VecNormalize.load(str(checkpoint / NORMALIZATION_FILE), monitored)
         model = algorithm_class(config.algorithm).load(
-            checkpoint / MODEL_FILE, env=venv, device="cpu"
+            checkpoint / MODEL_FILE, env=stacked(venv, training.n_stack), device="cpu"
         )
     model.set_logger(configure(str(folder / TENSORBOARD_FOLDER), ["tensorboard"]))
     venv.seed(first_seed)
@@ -89,7 +89,16 @@ def learn(
     venv.close()
 
 
-def _new_model(config: RunConfig, venv: VecNormalize) -> OnPolicyAlgorithm:
+def stacked(venv: VecEnv, n_stack: int) -> VecEnv:
+    """The environments with the last `n_stack` observations as one, zeros before the first.
+
+    Outside the normalisation, whose statistics are then those of one observation: a zero is an
+    average reading.
+    """
+    return venv if n_stack == 1 else VecFrameStack(venv, n_stack)
+
+
+def _new_model(config: RunConfig, venv: VecEnv) -> OnPolicyAlgorithm:
     training = config.training
     activations = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}
     network: dict[str, Any] = {
