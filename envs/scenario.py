@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -511,12 +512,22 @@ def scenario_names() -> list[str]:
     )
 
 
+def _packaged(name: str) -> Traversable | None:
+    """The packaged scenario or family of this name."""
+    for folder in ("scenarios", "families"):
+        entries = resources.files("vllm_tenant_tuning.configs") / folder
+        for entry in entries.iterdir():
+            if entry.name == f"{name}.yaml":
+                return entry
+    return None
+
+
 def load_scenario(source: str | Path | Scenario) -> Scenario:
     """Read a scenario.
 
     Args:
-        source: the name of a packaged scenario, the path of a YAML file, or a scenario, which
-            is returned as it is.
+        source: the name of a packaged scenario or family, the path of a YAML file, or a scenario,
+            which is returned as it is.
 
     Raises:
         ScenarioError: no such scenario or file, YAML that cannot be read, or values that are
@@ -529,15 +540,14 @@ def load_scenario(source: str | Path | Scenario) -> Scenario:
             f"scenario: got {source!r}; accepted are the name of a packaged scenario, the path of "
             "a YAML file or a Scenario (parse_scenario makes one of a mapping)"
         )
-    if str(source) in scenario_names():
-        path = resources.files("vllm_tenant_tuning.configs") / "scenarios" / f"{source}.yaml"
+    if path := _packaged(str(source)):
         text, label = path.read_text(encoding="utf-8"), str(source)
     else:
         file = Path(source)
         if not file.is_file():
             raise ScenarioError(
                 f"scenario: '{source}' is neither a packaged scenario "
-                f"({', '.join(scenario_names())}) nor a file"
+                f"({', '.join(scenario_names())}), nor a family, nor a file"
             )
         try:
             text, label = file.read_text(encoding="utf-8"), str(file)
@@ -556,7 +566,7 @@ def parse_scenario(content: object, label: str = "scenario") -> Scenario:
     """Make a scenario of plain data (what YAML or JSON gives).
 
     Args:
-        content: a mapping with the scenario's keys.
+        content: a mapping with the keys of a scenario, or of a family (`family.parse_family`).
         label: how messages name the source.
 
     Raises:
@@ -568,6 +578,10 @@ def parse_scenario(content: object, label: str = "scenario") -> Scenario:
             f"{', '.join(Scenario.model_fields)}"
         )
     try:
+        if "base" in content or "variation" in content:
+            from vllm_tenant_tuning.family import parse_family  # it builds on this module
+
+            return parse_family(content)
         return Scenario.model_validate(content)
     except ValidationError as error:
         lines = [explain_error(item) for item in error.errors(include_url=False)]
