@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from importlib import resources
 from typing import Annotated, Any
 
 import numpy as np
@@ -317,22 +316,13 @@ class _FamilyFile(Model):
     members: dict[str, Any] = Field(default_factory=dict)
 
 
-def family_names() -> list[str]:
-    """Names of the packaged families, sorted."""
-    folder = resources.files("vllm_tenant_tuning.configs") / "families"
-    return sorted(
-        entry.name.removesuffix(".yaml")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".yaml")
-    )
-
-
-def parse_family(content: Mapping[str, Any]) -> ScenarioFamily:
+def parse_family(content: Mapping[str, Any], label: str) -> ScenarioFamily:
     """Make a family of plain data.
 
     Args:
         content: what a family's file holds (`name`, `question`, `description`, `base`,
             `variation`, `members`), or all fields of a `ScenarioFamily`.
+        label: how messages name the source.
 
     Raises:
         ScenarioError: a base that cannot be used.
@@ -341,7 +331,12 @@ def parse_family(content: Mapping[str, Any]) -> ScenarioFamily:
     if "tenants" in content:
         return ScenarioFamily.model_validate(content)
     file = _FamilyFile.model_validate(content)
-    base = load_scenario(file.base)
+    try:
+        base = load_scenario(file.base)
+    except ScenarioError as error:
+        raise ScenarioError(f"scenario {label}: base: {error}") from error
     if isinstance(base, ScenarioFamily):
-        raise ScenarioError(f"base: got the family '{base.name}'; accepted is a scenario")
+        raise ScenarioError(
+            f"scenario {label}: base: got the family '{base.name}'; accepted is a scenario"
+        )
     return ScenarioFamily.model_validate(base.model_dump() | file.model_dump())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -504,22 +503,19 @@ def _divides(part: float, whole: float) -> bool:
 
 def scenario_names() -> list[str]:
     """Names of the packaged scenarios, sorted."""
-    folder = resources.files("vllm_tenant_tuning.configs") / "scenarios"
+    return _packaged_names("scenarios")
+
+
+def family_names() -> list[str]:
+    """Names of the packaged families of scenarios (`vllm_tenant_tuning.family`), sorted."""
+    return _packaged_names("families")
+
+
+def _packaged_names(folder: str) -> list[str]:
+    entries = (resources.files("vllm_tenant_tuning.configs") / folder).iterdir()
     return sorted(
-        entry.name.removesuffix(".yaml")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".yaml")
+        entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml")
     )
-
-
-def _packaged(name: str) -> Traversable | None:
-    """The packaged scenario or family of this name."""
-    for folder in ("scenarios", "families"):
-        entries = resources.files("vllm_tenant_tuning.configs") / folder
-        for entry in entries.iterdir():
-            if entry.name == f"{name}.yaml":
-                return entry
-    return None
 
 
 def load_scenario(source: str | Path | Scenario) -> Scenario:
@@ -540,14 +536,18 @@ def load_scenario(source: str | Path | Scenario) -> Scenario:
             f"scenario: got {source!r}; accepted are the name of a packaged scenario, the path of "
             "a YAML file or a Scenario (parse_scenario makes one of a mapping)"
         )
-    if path := _packaged(str(source)):
+    packaged = {"scenarios": scenario_names(), "families": family_names()}
+    folder = next((name for name, names in packaged.items() if str(source) in names), None)
+    if folder is not None:
+        path = resources.files("vllm_tenant_tuning.configs") / folder / f"{source}.yaml"
         text, label = path.read_text(encoding="utf-8"), str(source)
     else:
         file = Path(source)
         if not file.is_file():
             raise ScenarioError(
                 f"scenario: '{source}' is neither a packaged scenario "
-                f"({', '.join(scenario_names())}), nor a family, nor a file"
+                f"({', '.join(scenario_names())}), nor a family ({', '.join(family_names())}), "
+                "nor a file"
             )
         try:
             text, label = file.read_text(encoding="utf-8"), str(file)
@@ -581,7 +581,7 @@ def parse_scenario(content: object, label: str = "scenario") -> Scenario:
         if "base" in content or "variation" in content:
             from vllm_tenant_tuning.family import parse_family  # it builds on this module
 
-            return parse_family(content)
+            return parse_family(content, label)
         return Scenario.model_validate(content)
     except ValidationError as error:
         lines = [explain_error(item) for item in error.errors(include_url=False)]
