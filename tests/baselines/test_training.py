@@ -24,7 +24,7 @@ import torch
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
 from test_env import short
 
-from vllm_tenant_tuning import load_scenario
+from vllm_tenant_tuning import ScenarioFamily, load_scenario
 from vllm_tenant_tuning.agents.rl import ALGORITHMS, ModelPolicy, algorithm_class
 from vllm_tenant_tuning.baselines import training
 from vllm_tenant_tuning.baselines.episode import make_env, play
@@ -344,6 +344,23 @@ def test_a_model_of_stacked_observations_sees_what_vec_frame_stack_gives(
     assert seen[20][-29:].any()
     assert not seen[20][: 2 * 29].any()  # nothing is left of the first episode
     assert play(env, policy, 3)[0].return_ == play(env, ModelPolicy(made.model_path), 3)[0].return_
+
+
+def test_a_family_is_trained_on_and_its_model_plays_each_member(tmp_path: Path) -> None:
+    family = short("reserved_loads", 60.0)
+    assert isinstance(family, ScenarioFamily)
+    made = train(family, training=small(), run_dir=tmp_path / "run")
+    assert made.scenario == family  # as the folder has it
+    env = VLLMTenantTuningVectorEnv(4, family, autoreset_mode="SAME_STEP")
+    env.reset(seed=10_000)
+    assert len({str(drawn) for drawn in env.drawn}) == 4
+    policy = ModelPolicy(made.run_dir)
+    arrived = []
+    for member in ("light", "heavy"):
+        record, _ = play(make_env(family.member(member)), policy, 3)
+        assert record.scenario == f"reserved_loads-{member}"
+        arrived.append(sum(tenant.arrived for tenant in record.tenants.values()))
+    assert arrived[1] > 2 * arrived[0]
 
 
 def test_stacks_are_refused_where_they_do_not_fit(tmp_path: Path) -> None:
