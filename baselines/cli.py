@@ -20,6 +20,7 @@ from vllm_tenant_tuning.baselines.live_cli import (
     server_options,
 )
 from vllm_tenant_tuning.baselines.profile_cli import add_calibrate, add_validate
+from vllm_tenant_tuning.baselines.tuning_cli import add_tune
 from vllm_tenant_tuning.family import ScenarioFamily
 from vllm_tenant_tuning.scenario import family_names, load_scenario, scenario_names
 
@@ -154,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.set_defaults(run=_bench)
 
+    add_tune(commands)
     add_calibrate(commands)
     add_validate(commands)
     return parser

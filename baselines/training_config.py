@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -132,7 +133,7 @@ def load_run_config(file: Path) -> RunConfig:
 
 
 def load_training_config(
-    algorithm: str, scenario: str, file: Path | None = None, **changes: Any
+    algorithm: str, scenario: str, file: Path | Traversable | None = None, **changes: Any
 ) -> TrainingConfig:
     """The hyperparameters for a scenario.
 
@@ -167,6 +168,28 @@ def load_training_config(
         _validated(model, default | _mapping(differing, where), where)
     given = {name: value for name, value in changes.items() if value is not None}
     return _validated(model, default | by_scenario.get(scenario, {}) | given, label)
+
+
+def tuned_config_file(algorithm: str, scenario: str) -> Traversable:
+    """The packaged hyperparameters that `tune` found for the scenario.
+
+    Args:
+        algorithm: one of `agents.rl.ALGORITHMS`.
+        scenario: its name.
+
+    Raises:
+        TrainingConfigError: none are packaged.
+    """
+    folder = resources.files("vllm_tenant_tuning.configs") / "training" / "tuned"
+    files = {entry.name: entry for entry in folder.iterdir()} if folder.is_dir() else {}
+    name = f"{algorithm}-{scenario}.yaml"
+    if name not in files:
+        known = sorted(each.removesuffix(".yaml") for each in files if each.endswith(".yaml"))
+        raise TrainingConfigError(
+            f"training: no tuned hyperparameters of {algorithm} for scenario '{scenario}'; "
+            f"packaged are {', '.join(known) or 'none'}"
+        )
+    return files[name]
 
 
 def _config_class(algorithm: str) -> type[TrainingConfig]:
