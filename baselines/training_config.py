@@ -129,7 +129,16 @@ def load_run_config(file: Path) -> RunConfig:
     Raises:
         TrainingConfigError: a file that is missing, or not accepted.
     """
-    return _validated(RunConfig, _read(file.read_text, str(file)), str(file))
+    return load_config(RunConfig, file)
+
+
+def load_config(model: type[_M], file: Path) -> _M:
+    """Read a model as `write_yaml` wrote it.
+
+    Raises:
+        TrainingConfigError: a file that is missing, or not accepted.
+    """
+    return _validated(model, _read(file.read_text, str(file)), str(file))
 
 
 def load_training_config(

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import yaml
 from pydantic import Field
 
 import vllm_tenant_tuning
@@ -39,6 +38,7 @@ from vllm_tenant_tuning.baselines.training_config import (
     RunConfig,
     TrainingConfig,
     changed_training_config,
+    load_config,
     load_training_config,
     write_yaml,
 )
@@ -57,7 +57,7 @@ REPORTS = 6
 """How often a trial is looked at, the end included."""
 
 STARTUP_TRIALS = 8
-"""Trials that are proposed at random, and not given up, before the search learns from them."""
+"""So many trials are proposed at random, and none is given up before so many have ended."""
 
 _FIRST_SEED = first_training_seed(MAX_SEED, 0) + SEED_STRIDE
 MAX_EPISODES = 10_000
@@ -181,7 +181,7 @@ def tune(
     begun_with = training or load_training_config(algorithm, task.name)
     if begun_with.n_envs < 2:
         raise ValueError(f"n_envs: got {begun_with.n_envs}; a search needs at least 2")
-    algorithm_class(algorithm)  # is the extra there?
+    _require_extra(algorithm)
     config = TuningConfig(
         algorithm=algorithm,
         scenario=task.name,
@@ -266,14 +266,23 @@ def _digits(value: float) -> float:
     return float(f"{value:.3g}")
 
 
+def _require_extra(algorithm: str) -> None:
+    try:
+        import optuna  # noqa: F401
+
+        algorithm_class(algorithm)
+    except ImportError as error:
+        raise ImportError(
+            f"a search needs the extra 'tune' ({error}): pip install 'vllm-tenant-tuning[tune]'"
+        ) from error
+
+
 def _claim(folder: Path, config: TuningConfig, scenario: Scenario) -> None:
     """Make the folder of a new search, or check that it is this one's."""
     file = folder / TUNING_FILE
     if file.is_file() and (folder / SCENARIO_FILE).is_file():
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-        asked = config.model_dump(mode="json")
-        found["version"] = asked["version"]
-        if (found, load_scenario(folder / SCENARIO_FILE)) == (asked, scenario):
+        found = load_config(TuningConfig, file).model_copy(update={"version": config.version})
+        if (found, load_scenario(folder / SCENARIO_FILE)) == (config, scenario):
             return
         raise ValueError(
             f"folder: '{folder}' holds a search with other settings; accepted is the search with "
@@ -294,14 +303,9 @@ def _study(folder: Path, config: TuningConfig, number: int) -> optuna.Study:
         config: the search.
         number: of the trial to propose, which the random part of a proposal depends on.
     """
-    try:
-        import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
-    except ImportError as error:
-        raise ImportError(
-            f"a search needs the extra 'tune' ({error}): pip install 'vllm-tenant-tuning[tune]'"
-        ) from error
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler_seed = np.random.SeedSequence((config.seed, number)).generate_state(1)[0]
@@ -316,7 +320,7 @@ def _study(folder: Path, config: TuningConfig, number: int) -> optuna.Study:
         study_name="tuning",
         storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL_FILE))),
         sampler=sampler,
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP_TRIALS, n_warmup_steps=1),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP_TRIALS, n_warmup_steps=2),
         direction="maximize",
         load_if_exists=True,
     )
