@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field
 
 import vllm_tenant_tuning
 from vllm_tenant_tuning.agents.rl import algorithm_class
@@ -44,6 +43,7 @@ from vllm_tenant_tuning.baselines.training_config import (
 )
 from vllm_tenant_tuning.baselines.training_sweep import sweep
 from vllm_tenant_tuning.scenario import Scenario, load_scenario
+from vllm_tenant_tuning.workload import Workload
 
 if TYPE_CHECKING:
     import optuna
@@ -88,7 +88,7 @@ class TuningConfig(RunConfig):
     gives what it leaves as it is. `episodes`: how many a policy is judged by.
     """
 
-    episodes: Annotated[int, Field(ge=2, le=MAX_EPISODES)]
+    episodes: int
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,11 @@ def tune(
     ):
         if value < 1:
             raise ValueError(f"{name}: got {value}; accepted are whole numbers from 1")
+    if not 2 <= episodes <= MAX_EPISODES:
+        raise ValueError(f"episodes: got {episodes}; accepted are 2 to {MAX_EPISODES}")
+    first_training_seed(seed, 0)
     task = load_scenario(scenario)
+    Workload(task, trace_dir)
     begun_with = training or load_training_config(algorithm, task.name)
     if begun_with.n_envs < 2:
         raise ValueError(f"n_envs: got {begun_with.n_envs}; a search needs at least 2")

@@ -324,7 +324,8 @@ def test_a_trial_below_the_median_is_given_up(
         ({"trials": 0}, "trials: got 0; accepted are whole numbers from 1"),
         ({"confirm": 0}, "confirm: got 0"),
         ({"training_seeds": -1}, "training_seeds: got -1"),
-        ({"episodes": 1}, "greater than or equal to 2"),
+        ({"episodes": 1}, "episodes: got 1; accepted are 2 to 10000"),
+        ({"seed": -1}, "seed: got -1; accepted are whole numbers"),
         ({"training": small(n_envs=1, batch_size=16)}, "n_envs: got 1; a search needs at least 2"),
     ],
 )
