@@ -59,7 +59,8 @@ def explain_error(item: Any) -> str:
     parts = [str(part) for part in item["loc"]]
     if item["type"].startswith("union_tag_"):
         parts.append(item["ctx"]["discriminator"].strip("'"))
-    path = ".".join(parts)
+    # a union's tag is a part too: engine.engine.profile where the engine's fidelity is "engine"
+    path = ".".join(part for i, part in enumerate(parts) if i == 0 or part != parts[i - 1])
     if item["type"] == "extra_forbidden":
         return f"{path}: unknown key"
     if item["type"] == "missing":

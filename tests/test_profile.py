@@ -88,7 +88,7 @@ def test_a_scenario_holds_the_profile_and_its_own_limits_go_first(tmp_path: Path
     ("engine", "expected"),
     [
         ({"profile": "h300"}, ["profile", "'h300'", "neither"]),
-        ({"profile": PROFILE | {"speed": 1}}, ["profile.speed", "unknown key"]),
+        ({"profile": PROFILE | {"speed": 1}}, [": engine.profile.speed", "unknown key"]),
         ({"max_num_seqs": 1024}, ["max_num_batched_tokens (512)", "max_num_seqs (1024)"]),
         ({"scheduling_policy": "lifo"}, ["scheduling_policy", "'lifo'", "'priority'"]),
         ({"gpu_price_per_hour_usd": -1}, ["gpu_price_per_hour_usd", "-1"]),
