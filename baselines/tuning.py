@@ -402,7 +402,7 @@ def _confirmed(
     ended = _ended(study)
     complete = [trial for trial in ended if trial.state == TrialState.COMPLETE]
     tried = {"begun with": config.training}
-    for trial in sorted(complete, key=lambda trial: (-trial.values[0], trial.number)):
+    for trial in sorted(complete, key=lambda trial: (-(trial.value or 0.0), trial.number)):
         proposed = suggest(FixedTrial(trial.params), config.training)
         if len(tried) <= confirm and proposed not in tried.values():
             tried[f"trial {trial.number}"] = proposed
