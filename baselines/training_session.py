@@ -231,6 +231,7 @@ class RunRecorder(BaseCallback):
             partial.replace(self._run_dir / name)
         self._last_checkpoint = self.num_timesteps
         if self._on_checkpoint is not None and self._goes_on:
+            assert isinstance(self.model, OnPolicyAlgorithm)
             self._goes_on = self._on_checkpoint(self.model, self._normalization)
 
     @property
