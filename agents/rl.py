@@ -58,15 +58,19 @@ class ModelPolicy:
     """The most probable action of a trained model.
 
     Observations are normalised with the statistics of the training; MaskablePPO gets the masks
-    of the caps at hand; RecurrentPPO starts every episode with an empty state. Sets the process
-    to one PyTorch thread: more are in each other's way for a single observation. Model files can
-    run code when they are read, so load only those you trust.
+    of the caps at hand; RecurrentPPO starts every episode with an empty state. A model that was
+    trained on the observations of several control intervals (`n_stack` in the run's
+    configuration) gets the last ones of the episode, oldest first, zeros before the first, as
+    Stable-Baselines3's VecFrameStack gives them behind VecNormalize. Sets the process to one
+    PyTorch thread: more are in each other's way for a single observation. Model files can run
+    code when they are read, so load only those you trust.
 
     Args:
         path: the folder of a training run or of one of its checkpoints, or the `model.zip` in it.
 
     Attributes:
         name: the algorithm.
+        n_stack: observations that the model sees at once.
 
     Raises:
         ValueError: files that are missing or cannot be read.
@@ -85,7 +89,7 @@ class ModelPolicy:
                     f"model '{path}': no file {file}; accepted is the folder of a training run, or "
                     f"its {MODEL_FILE} with {NORMALIZATION_FILE} beside it"
                 )
-        self.name = self._trained_algorithm(folder)
+        self.name, self.n_stack = self._trained(folder)
         model_class = algorithm_class(self.name)
 
         import torch
@@ -118,36 +122,43 @@ class ModelPolicy:
         self._decoder = ActionDecoder(scenario)
         n_observed = len(tenant_features(scenario)) * scenario.n_tenants + len(CLUSTER_FEATURES)
         seen, chosen = self._model.observation_space, self._model.action_space
-        if seen.shape != (n_observed,) or chosen != self._decoder.space:
+        expected = (self.n_stack * n_observed,)
+        if seen.shape != expected or chosen != self._decoder.space:
+            stack = "" if self.n_stack == 1 else f" (with n_stack {self.n_stack})"
             raise ValueError(
                 f"model '{self._path}': trained on observations of shape {seen.shape} and actions "
-                f"{chosen}; scenario '{scenario.name}' has ({n_observed},) and "
+                f"{chosen}; scenario '{scenario.name}' has {expected}{stack} and "
                 f"{self._decoder.space}"
             )
         self._state = None
+        self._stack = np.zeros((self.n_stack, n_observed), np.float32)
 
     def act(
         self, observation: npt.NDArray[np.float32], info: dict[str, Any]
     ) -> npt.NDArray[np.int64]:
         """The model's most probable action."""
         normalized = np.clip((observation - self._mean) / self._scale, -self._clip, self._clip)
+        self._stack[:-1] = self._stack[1:]
+        self._stack[-1] = normalized
         masks = {}
         if self.name == "maskable-ppo":
             masks = {"action_masks": self._decoder.mask(info["caps"][None])}
         action, self._state = self._model.predict(
-            normalized.astype(np.float32), state=self._state, deterministic=True, **masks
+            self._stack.ravel(), state=self._state, deterministic=True, **masks
         )
         return action
 
-    def _trained_algorithm(self, folder: Path) -> str:
-        """What the run's configuration names; a checkpoint lies two folders below it."""
+    def _trained(self, folder: Path) -> tuple[str, int]:
+        """Algorithm and `n_stack` of the run's configuration, two folders above a checkpoint."""
         for parent in (folder, *folder.absolute().parents[:2]):
             file = parent / RUN_CONFIG_FILE
             if file.is_file():
                 try:
-                    return str(yaml.safe_load(file.read_text(encoding="utf-8"))["algorithm"])
-                except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
-                    raise ValueError(f"{file}: names no algorithm: {error}") from error
+                    run = yaml.safe_load(file.read_text(encoding="utf-8"))
+                    # runs from before there were stacks have no n_stack
+                    return str(run["algorithm"]), int(run.get("training", {}).get("n_stack", 1))
+                except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as e:
+                    raise ValueError(f"{file}: names no algorithm and n_stack: {e!r}") from e
         raise ValueError(
             f"model '{self._path}': no {RUN_CONFIG_FILE} beside it names its algorithm"
         )

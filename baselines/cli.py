@@ -20,7 +20,9 @@ from vllm_tenant_tuning.baselines.live_cli import (
     server_options,
 )
 from vllm_tenant_tuning.baselines.profile_cli import add_calibrate, add_validate
-from vllm_tenant_tuning.scenario import load_scenario, scenario_names
+from vllm_tenant_tuning.baselines.tuning_cli import add_tune
+from vllm_tenant_tuning.family import ScenarioFamily
+from vllm_tenant_tuning.scenario import family_names, load_scenario, scenario_names
 
 LLM_OPTIONS: Final[dict[str, tuple[str, type, str, str]]] = {
     "--base-url": ("base_url", str, "URL", "of an OpenAI-compatible API, such as http://HOST/v1"),
@@ -95,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
         "--scenario", default="study", metavar="NAME|FILE", help="default: %(default)s"
     )
     evaluate.add_argument(
+        "--members",
+        action="store_true",
+        help="play each member of a family by itself, records and report in a folder of DIR",
+    )
+    evaluate.add_argument(
         "--seeds", default="0:100", metavar="A:B", help="A to B - 1 (default: %(default)s)"
     )
     evaluate.add_argument("--out", required=True, metavar="DIR", help="records and report")
@@ -148,13 +155,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.set_defaults(run=_bench)
 
+    add_tune(commands)
     add_calibrate(commands)
     add_validate(commands)
     return parser
 
 
 def _list_scenarios(options: argparse.Namespace) -> int:
-    names = scenario_names()
+    names = scenario_names() + family_names()
     width = max(map(len, names))
     for name in names:
         print(f"{name:{width}}  {load_scenario(name).question}")
@@ -188,7 +196,7 @@ def _list_policies(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from vllm_tenant_tuning.baselines.comparison import compare
+    from vllm_tenant_tuning.baselines.comparison import compare, print_members
     from vllm_tenant_tuning.baselines.distributed import RayCluster
     from vllm_tenant_tuning.baselines.evaluate import RULE_POLICIES
 
@@ -198,18 +206,32 @@ def _evaluate(options: argparse.Namespace) -> int:
     if not live and server_options(options):
         raise ValueError("--url, --serve, --live: accepted with --backend live")
     policies = options.policies.split(",") if options.policies else list(RULE_POLICIES)
-    compare(
-        _with_llm_options(policies, options),
-        load_scenario(options.scenario),
-        parse_seeds(options.seeds),
-        Path(options.out),
-        backend=options.backend,
-        backend_options=checked_server_options(options) if live else None,
-        reference=options.reference,
-        trace_dir=options.trace_dir,
-        workers=options.workers,
-        cluster=None if options.ray is None else RayCluster(options.ray),
-    )
+    scenario = load_scenario(options.scenario)
+    tasks = {"": scenario}
+    if options.members:
+        if not isinstance(scenario, ScenarioFamily) or not scenario.members:
+            raise ValueError(
+                f"--members: got '{scenario.name}', which has none; accepted is a family with "
+                f"members, such as {', '.join(family_names())}"
+            )
+        tasks = {name: scenario.member(name) for name in scenario.members}
+    summaries = {
+        name: compare(
+            _with_llm_options(policies, options),
+            task,
+            parse_seeds(options.seeds),
+            Path(options.out) / name,
+            backend=options.backend,
+            backend_options=checked_server_options(options) if live else None,
+            reference=options.reference,
+            trace_dir=options.trace_dir,
+            workers=options.workers,
+            cluster=None if options.ray is None else RayCluster(options.ray),
+        )
+        for name, task in tasks.items()
+    }
+    if options.members:
+        print_members(summaries)
     return 0
 
 

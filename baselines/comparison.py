@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -189,6 +190,40 @@ def conclude(
         console.print(decisions_table(results))
     console.print(f"report: {out_dir / 'report.html'}")
     return summary
+
+
+def print_members(summaries: Mapping[str, Summary]) -> None:
+    """Print the returns of all policies at each member of a family, against the member's reference.
+
+    Args:
+        summaries: by member.
+    """
+    table = Table(title="Return at each member of the family, 95 % intervals")
+    for column in ("member", "policy", "return", "against the reference", "verdict"):
+        table.add_column(column, justify="right" if column == "return" else "left")
+    for member, summary in summaries.items():
+        for policy in summary.policies:
+            found = summary.estimate(policy, "return_")
+            difference = summary.difference(policy, "return_")
+            table.add_row(
+                member,
+                escape(policy),
+                _with_interval(found.mean, found.mean_interval),
+                escape(f"({summary.reference})")
+                if difference is None
+                else _with_interval(difference.mean, difference.interval),
+                "" if difference is None else difference.verdict,
+            )
+        table.add_section()
+    Console().print(table)
+
+
+def _with_interval(mean: float | None, interval: tuple[float, float] | None) -> str:
+    if mean is None:
+        return "none"
+    if interval is None:
+        return f"{mean:.4g}"
+    return escape(f"{mean:.4g} [{interval[0]:.4g}, {interval[1]:.4g}]")
 
 
 def decisions_table(records: Sequence[EpisodeRecord]) -> Table:

@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm_tenant_tuning
 from vllm_tenant_tuning.agents.rl import (
@@ -26,10 +27,14 @@ from vllm_tenant_tuning.baselines.training_config import (
     changed_training_config,
     load_run_config,
     load_training_config,
+    tuned_config_file,
     write_yaml,
 )
 from vllm_tenant_tuning.scenario import Scenario, load_scenario
 from vllm_tenant_tuning.vector import VLLMTenantTuningVectorEnv
+
+if TYPE_CHECKING:
+    from vllm_tenant_tuning.baselines.training_session import OnCheckpoint
 
 SCENARIO_FILE = "scenario.yaml"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -40,6 +45,9 @@ FIRST_TRAINING_SEED = 10_000
 
 SEED_STRIDE = 10**12
 """Between the first training seeds of two runs; no run has more timesteps than this."""
+
+MAX_SEED = 2**32 - 1
+"""The largest seed of a run."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,7 @@ def train(
     trace_dir: str | Path | None = None,
     run_dir: str | Path | None = None,
     progress: bool = False,
+    on_checkpoint: OnCheckpoint | None = None,
 ) -> TrainingRun:
     """Train a policy.
 
@@ -96,6 +105,8 @@ def train(
         trace_dir: the folder of the trace files.
         run_dir: a folder that is new or empty; None for one in `runs/` named after the time.
         progress: whether to show a progress bar.
+        on_checkpoint: called after each checkpoint with the model and its normalisation; False
+            ends the training there.
 
     Raises:
         ValueError: arguments that are refused, before anything is written.
@@ -110,7 +121,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     write_yaml(folder / RUN_CONFIG_FILE, config)
     write_yaml(folder / SCENARIO_FILE, task)
-    return _session(folder, config, env, None, progress)
+    return _session(folder, config, env, None, progress, on_checkpoint)
 
 
 def resume(
@@ -227,9 +238,9 @@ def first_training_seed(seed: int, timesteps: int) -> int:
     Raises:
         ValueError: a seed whose episodes would meet the evaluation's.
     """
-    if not 0 <= seed < 2**32:
+    if not 0 <= seed <= MAX_SEED:
         raise ValueError(
-            f"seed: got {seed}; accepted are whole numbers from 0 to {2**32 - 1} (training "
+            f"seed: got {seed}; accepted are whole numbers from 0 to {MAX_SEED} (training "
             f"episodes then have seeds from {FIRST_TRAINING_SEED} on, away from the evaluation's)"
         )
     return FIRST_TRAINING_SEED + seed * SEED_STRIDE + timesteps
@@ -241,6 +252,7 @@ def _session(
     env: VLLMTenantTuningVectorEnv,
     checkpoint: Path | None,
     progress: bool,
+    on_checkpoint: OnCheckpoint | None = None,
 ) -> TrainingRun:
     from vllm_tenant_tuning.baselines.training_session import learn
 
@@ -256,6 +268,7 @@ def _session(
         checkpoint_dir=folder / CHECKPOINT_FOLDER,
         wall_s=curve[-1]["wall_s"] if curve else 0.0,
         progress=progress,
+        on_checkpoint=on_checkpoint,
     )
     return load_run(folder)
 
@@ -319,7 +332,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     seeds = parse_seeds(options.eval_seeds)
     if options.resume is not None:
-        for name in ("scenario", "algorithm", "seed", "seeds", "n_envs", "config", "out", "ray"):
+        kept = ("scenario", "algorithm", "seed", "seeds", "n_envs", "config", "tuned", "out", "ray")
+        for name in kept:
             if getattr(options, name) is not None:
                 raise ValueError(
                     f"--{name.replace('_', '-')}: a resumed run keeps its own; accepted beside "
@@ -339,7 +353,7 @@ def _run(options: argparse.Namespace) -> int:
         training = load_training_config(
             algorithm,
             scenario.name,
-            options.config,
+            _hyperparameters(options, algorithm, scenario),
             total_timesteps=options.timesteps,
             n_envs=options.n_envs,
         )
@@ -409,6 +423,17 @@ def _sweep(
     return 0
 
 
+def _hyperparameters(
+    options: argparse.Namespace, algorithm: str, scenario: Scenario
+) -> Path | Traversable | None:
+    if not options.tuned:
+        config: Path | None = options.config
+        return config
+    if options.config is not None:
+        raise ValueError("--tuned: accepted without --config, whose hyperparameters it replaces")
+    return tuned_config_file(algorithm, scenario.name)
+
+
 def _default_scenario(trace_dir: str | None) -> str:
     return "azure" if trace_dir or os.environ.get("VLLM_TENANT_TRACE_DIR") else "azure_like"
 
@@ -437,6 +462,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--n-envs", type=int, metavar="N", help="environments side by side")
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="hyperparameters in place of the packaged ones"
+    )
+    parser.add_argument(
+        "--tuned",
+        action="store_true",
+        default=None,
+        help="the hyperparameters that `vllm-tenant-tuning tune` found for algorithm and scenario, "
+        "where they are packaged",
     )
     parser.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
     parser.add_argument("--trace-dir", metavar="DIR", help="folder of the trace files")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -39,6 +40,8 @@ class TrainingConfig(_Model):
     `ent_coef`, `vf_coef`, `max_grad_norm`: weights of entropy and value loss, gradient clipping.
     `net_arch`, `activation`: hidden layers of policy and value network each.
     `normalize_observations`, `normalize_rewards`: by running mean and variance.
+    `n_stack`: observations of so many control intervals, oldest first, are what the policy sees;
+    before the first of an episode they are zeros (after normalisation). Not for RecurrentPPO.
     `checkpoint_timesteps`: a checkpoint is written when so many have passed.
     """
 
@@ -61,6 +64,7 @@ class TrainingConfig(_Model):
     activation: Literal["tanh", "relu"]
     normalize_observations: bool
     normalize_rewards: bool
+    n_stack: Annotated[int, Field(ge=1, le=64)] = 1
     checkpoint_timesteps: Annotated[int, Field(ge=1)]
 
     @model_validator(mode="after")
@@ -80,6 +84,14 @@ class RecurrentTrainingConfig(TrainingConfig):
     """
 
     lstm_hidden_size: Annotated[int, Field(ge=1, le=8192)]
+
+    @model_validator(mode="after")
+    def _remembers_by_itself(self) -> RecurrentTrainingConfig:
+        if self.n_stack != 1:
+            raise ValueError(
+                f"n_stack: got {self.n_stack}; accepted for recurrent-ppo is 1, its LSTM remembers"
+            )
+        return self
 
 
 class RunConfig(_Model):
@@ -117,11 +129,20 @@ def load_run_config(file: Path) -> RunConfig:
     Raises:
         TrainingConfigError: a file that is missing, or not accepted.
     """
-    return _validated(RunConfig, _read(file.read_text, str(file)), str(file))
+    return load_config(RunConfig, file)
+
+
+def load_config(model: type[_M], file: Path) -> _M:
+    """Read a model as `write_yaml` wrote it.
+
+    Raises:
+        TrainingConfigError: a file that is missing, or not accepted.
+    """
+    return _validated(model, _read(file.read_text, str(file)), str(file))
 
 
 def load_training_config(
-    algorithm: str, scenario: str, file: Path | None = None, **changes: Any
+    algorithm: str, scenario: str, file: Path | Traversable | None = None, **changes: Any
 ) -> TrainingConfig:
     """The hyperparameters for a scenario.
 
@@ -156,6 +177,28 @@ def load_training_config(
         _validated(model, default | _mapping(differing, where), where)
     given = {name: value for name, value in changes.items() if value is not None}
     return _validated(model, default | by_scenario.get(scenario, {}) | given, label)
+
+
+def tuned_config_file(algorithm: str, scenario: str) -> Traversable:
+    """The packaged hyperparameters that `tune` found for the scenario.
+
+    Args:
+        algorithm: one of `agents.rl.ALGORITHMS`.
+        scenario: its name.
+
+    Raises:
+        TrainingConfigError: none are packaged.
+    """
+    folder = resources.files("vllm_tenant_tuning.configs") / "training" / "tuned"
+    files = {entry.name: entry for entry in folder.iterdir()} if folder.is_dir() else {}
+    name = f"{algorithm}-{scenario}.yaml"
+    if name not in files:
+        known = sorted(each.removesuffix(".yaml") for each in files if each.endswith(".yaml"))
+        raise TrainingConfigError(
+            f"training: no tuned hyperparameters of {algorithm} for scenario '{scenario}'; "
+            f"packaged are {', '.join(known) or 'none'}"
+        )
+    return files[name]
 
 
 def _config_class(algorithm: str) -> type[TrainingConfig]:

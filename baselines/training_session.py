@@ -18,7 +18,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.utils import LinearSchedule, set_random_seed
-from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack, VecMonitor, VecNormalize
 
 from vllm_tenant_tuning.agents.rl import MODEL_FILE, NORMALIZATION_FILE, algorithm_class
 from vllm_tenant_tuning.baselines.sb3 import SB3VecEnv
@@ -26,6 +26,9 @@ from vllm_tenant_tuning.baselines.training_config import RecurrentTrainingConfig
 from vllm_tenant_tuning.vector import VLLMTenantTuningVectorEnv
 
 TENSORBOARD_FOLDER = "tb"
+
+OnCheckpoint = Callable[[OnPolicyAlgorithm, VecNormalize], bool]
+"""Called with the model and the normalisation at a checkpoint; False ends the training there."""
 
 TORCH_THREADS = 1
 """The networks are too small to share among threads."""
@@ -42,6 +45,7 @@ def learn(
     checkpoint_dir: Path,
     wall_s: float,
     progress: bool,
+    on_checkpoint: OnCheckpoint | None = None,
 ) -> None:
     """Train until the run's timesteps are reached, or until the first Ctrl-C.
 
@@ -55,6 +59,7 @@ def learn(
         checkpoint_dir: gets the checkpoints.
         wall_s: training time before this session.
         progress: whether to show a progress bar.
+        on_checkpoint: called after each checkpoint, the last one too.
     """
     training = config.training
     done = 0 if checkpoint is None else int(checkpoint.name)
@@ -72,24 +77,39 @@ def learn(
             norm_reward=training.normalize_rewards,
             gamma=training.gamma,
         )
-        model = _new_model(config, venv)
+        model = _new_model(config, stacked(venv, training.n_stack))
     else:
         venv = VecNormalize.load(str(checkpoint / NORMALIZATION_FILE), monitored)
         model = algorithm_class(config.algorithm).load(
-            checkpoint / MODEL_FILE, env=venv, device="cpu"
+            checkpoint / MODEL_FILE, env=stacked(venv, training.n_stack), device="cpu"
         )
     model.set_logger(configure(str(folder / TENSORBOARD_FOLDER), ["tensorboard"]))
     venv.seed(first_seed)
     with _stop_at_interrupt() as stop_asked:
         recorder = RunRecorder(
-            folder, curve_file, checkpoint_dir, training.checkpoint_timesteps, wall_s, stop_asked
+            folder,
+            curve_file,
+            checkpoint_dir,
+            training.checkpoint_timesteps,
+            wall_s,
+            stop_asked,
+            on_checkpoint,
         )
         model.learn(remaining, callback=recorder, reset_num_timesteps=False, progress_bar=progress)
         recorder.save_checkpoint()
     venv.close()
 
 
-def _new_model(config: RunConfig, venv: VecNormalize) -> OnPolicyAlgorithm:
+def stacked(venv: VecEnv, n_stack: int) -> VecEnv:
+    """The environments with the last `n_stack` observations as one, zeros before the first.
+
+    Outside the normalisation, whose statistics are then those of one observation: a zero is an
+    average reading.
+    """
+    return venv if n_stack == 1 else VecFrameStack(venv, n_stack)
+
+
+def _new_model(config: RunConfig, venv: VecEnv) -> OnPolicyAlgorithm:
     training = config.training
     activations = {"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}
     network: dict[str, Any] = {
@@ -133,6 +153,7 @@ class RunRecorder(BaseCallback):
         checkpoint_timesteps: a checkpoint is due when so many have passed since the last.
         wall_s: training time before this session.
         stop_asked: asked after every step whether to end the training there.
+        on_checkpoint: called after each checkpoint.
     """
 
     def __init__(
@@ -143,6 +164,7 @@ class RunRecorder(BaseCallback):
         checkpoint_timesteps: int,
         wall_s: float,
         stop_asked: Callable[[], bool],
+        on_checkpoint: OnCheckpoint | None = None,
     ) -> None:
         super().__init__()
         self._run_dir = run_dir
@@ -150,6 +172,8 @@ class RunRecorder(BaseCallback):
         self._checkpoint_dir = checkpoint_dir
         self._checkpoint_timesteps = checkpoint_timesteps
         self._stop_asked = stop_asked
+        self._on_checkpoint = on_checkpoint
+        self._goes_on = True
         self._began = time.perf_counter() - wall_s
         self._episodes: list[dict[str, Any]] = []
         self._rewards: list[float] = []
@@ -168,7 +192,7 @@ class RunRecorder(BaseCallback):
         self._rewards.append(float(self._normalization.get_original_reward().mean()))
         for i in np.flatnonzero(self.locals["dones"]):
             self._episodes.append(self.locals["infos"][i]["episode"])
-        return not self._stop_asked()
+        return self._goes_on and not self._stop_asked()
 
     def _on_rollout_end(self) -> None:
         point: dict[str, Any] = {
@@ -206,6 +230,9 @@ class RunRecorder(BaseCallback):
             shutil.copyfile(folder / name, partial)
             partial.replace(self._run_dir / name)
         self._last_checkpoint = self.num_timesteps
+        if self._on_checkpoint is not None and self._goes_on:
+            assert isinstance(self.model, OnPolicyAlgorithm)
+            self._goes_on = self._on_checkpoint(self.model, self._normalization)
 
     @property
     def _normalization(self) -> VecNormalize:

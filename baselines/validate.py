@@ -44,11 +44,11 @@ from vllm_tenant_tuning.baselines.validation_measures import (
 from vllm_tenant_tuning.baselines.validation_play import find_pace, hold, play_sim
 from vllm_tenant_tuning.baselines.validation_plot import validation_plot
 from vllm_tenant_tuning.engine import ContinuousBatchingEngine
+from vllm_tenant_tuning.family import scaled_rates
 from vllm_tenant_tuning.profile import EngineProfile, load_profile
 from vllm_tenant_tuning.scenario import Scenario, load_scenario
 from vllm_tenant_tuning.workload import Workload
 
-RATE_FIELDS: Final = ("rate_per_s", "on_rate_per_s", "off_rate_per_s", "rates_per_s")
 LIVE_FILE: Final = "live.json"
 SUMMARY_FILE: Final = "summary.json"
 PLOT: Final = "validation"
@@ -90,19 +90,9 @@ def with_load(scenario: Scenario, factor: float) -> Scenario:
     if not (factor > 0 and math.isfinite(factor)):
         raise ValueError(f"--loads: got {factor:g}; accepted are finite factors above 0")
     content = scenario.model_dump()
-    for tenant in content["tenants"]:
-        arrivals = tenant["arrivals"]
-        if "speedup" in arrivals:
-            arrivals["speedup"] *= factor
-        for field in RATE_FIELDS:
-            if field in arrivals:
-                rates = arrivals[field]
-                arrivals[field] = (
-                    [rate * factor for rate in rates]
-                    if isinstance(rates, list | tuple)
-                    else rates * factor
-                )
-    return Scenario.model_validate(content)
+    for plain, tenant in zip(content["tenants"], scenario.tenants, strict=True):
+        plain["arrivals"] = scaled_rates(tenant.arrivals, factor).model_dump()
+    return type(scenario).model_validate(content)
 
 
 def prepare(scenario: str | Path, profile: EngineProfile, episode_s: float | None) -> Scenario:
@@ -121,7 +111,7 @@ def prepare(scenario: str | Path, profile: EngineProfile, episode_s: float | Non
     content["engine"]["profile"] = profile.model_dump()
     if episode_s is not None:
         content["control"]["episode_s"] = episode_s
-    return Scenario.model_validate(content)
+    return type(task).model_validate(content)
 
 
 def play_live(

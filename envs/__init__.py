@@ -6,7 +6,14 @@ Importing this package registers `VLLMTenantTuning-v0`.
 from gymnasium.envs.registration import register
 
 from vllm_tenant_tuning.env import VLLMTenantTuningEnv
-from vllm_tenant_tuning.scenario import Scenario, ScenarioError, load_scenario, scenario_names
+from vllm_tenant_tuning.family import ScenarioFamily
+from vllm_tenant_tuning.scenario import (
+    Scenario,
+    ScenarioError,
+    family_names,
+    load_scenario,
+    scenario_names,
+)
 from vllm_tenant_tuning.telemetry import Telemetry
 from vllm_tenant_tuning.vector import VLLMTenantTuningVectorEnv
 
@@ -15,9 +22,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Scenario",
     "ScenarioError",
+    "ScenarioFamily",
     "Telemetry",
     "VLLMTenantTuningEnv",
     "VLLMTenantTuningVectorEnv",
+    "family_names",
     "load_scenario",
     "scenario_names",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class ControlLoop:
         caps: (N, n_tenants) int64, in force from the last decision on.
         clipped: (N, n_tenants) int64, what bounds cut off the last decision.
         time_s: (N,) float64, since the start of the episode.
+        drawn: what a family drew for each cluster's episode, values by tenant and parameter.
         end_s: when an episode ends, less a hair for the rounding of `time_s`.
 
     Raises:
@@ -57,6 +59,7 @@ class ControlLoop:
 
         shape = (n_clusters, self.scenario.n_tenants)
         self._view_telemetry()
+        self.drawn: list[Mapping[str, Mapping[str, float]]] = [{}] * n_clusters
         control = self.scenario.control
         self.end_s = control.episode_s - control.control_interval_s / 2
         self.observations = np.zeros((n_clusters, len(self.layout.names)), np.float32)
@@ -108,7 +111,9 @@ class ControlLoop:
             rng: draws the episode's requests.
             caps: (n_tenants,) int64.
         """
-        self.backend.reset(cluster, self.workload.sample(rng), caps)
+        stream = self.workload.sample(rng)
+        self.backend.reset(cluster, stream, caps)
+        self.drawn[cluster] = stream.drawn
         self.caps[cluster] = caps
         self.clipped[cluster] = 0
         self.rewards[cluster] = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,9 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
 
     ## Arguments
 
-    * `scenario`: the name of a packaged scenario ("study" by default), the path of a YAML file,
-      or a `Scenario`.
+    * `scenario`: the name of a packaged scenario ("study" by default) or family, the path of a
+      YAML file, or a `Scenario`. A family's loads are drawn for each episode by its seed
+      (`env.unwrapped.drawn`); spaces and references are those of its base.
     * `backend`: "sim", where the scenario's engine section chooses the fidelity, the study's slots
       or vLLM's continuous batching at token level; or "live", a real vLLM server: steps take the
       wall clock's time, `info["live"]` tells how the load was delivered, and docs/live.md the rest.
@@ -220,6 +222,11 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
         """
         mask: npt.NDArray[np.bool_] = self._loop.decoder.mask(self._loop.caps)[0]
         return mask
+
+    @property
+    def drawn(self) -> Mapping[str, Mapping[str, float]]:
+        """What a family drew for the episode: values by tenant and parameter, else empty."""
+        return self._loop.drawn[0]
 
     def outcomes(self) -> RequestOutcomes:
         """What has become of every request of the episode so far."""

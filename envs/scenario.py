@@ -501,11 +501,18 @@ def _divides(part: float, whole: float) -> bool:
 
 def scenario_names() -> list[str]:
     """Names of the packaged scenarios, sorted."""
-    folder = resources.files("vllm_tenant_tuning.configs") / "scenarios"
+    return _packaged_names("scenarios")
+
+
+def family_names() -> list[str]:
+    """Names of the packaged families of scenarios (`vllm_tenant_tuning.family`), sorted."""
+    return _packaged_names("families")
+
+
+def _packaged_names(folder: str) -> list[str]:
+    entries = (resources.files("vllm_tenant_tuning.configs") / folder).iterdir()
     return sorted(
-        entry.name.removesuffix(".yaml")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".yaml")
+        entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml")
     )
 
 
@@ -513,8 +520,8 @@ def load_scenario(source: str | Path | Scenario) -> Scenario:
     """Read a scenario.
 
     Args:
-        source: the name of a packaged scenario, the path of a YAML file, or a scenario, which
-            is returned as it is.
+        source: the name of a packaged scenario or family, the path of a YAML file, or a scenario,
+            which is returned as it is.
 
     Raises:
         ScenarioError: no such scenario or file, YAML that cannot be read, or values that are
@@ -527,15 +534,18 @@ def load_scenario(source: str | Path | Scenario) -> Scenario:
             f"scenario: got {source!r}; accepted are the name of a packaged scenario, the path of "
             "a YAML file or a Scenario (parse_scenario makes one of a mapping)"
         )
-    if str(source) in scenario_names():
-        path = resources.files("vllm_tenant_tuning.configs") / "scenarios" / f"{source}.yaml"
+    packaged = {"scenarios": scenario_names(), "families": family_names()}
+    folder = next((name for name, names in packaged.items() if str(source) in names), None)
+    if folder is not None:
+        path = resources.files("vllm_tenant_tuning.configs") / folder / f"{source}.yaml"
         text, label = path.read_text(encoding="utf-8"), str(source)
     else:
         file = Path(source)
         if not file.is_file():
             raise ScenarioError(
                 f"scenario: '{source}' is neither a packaged scenario "
-                f"({', '.join(scenario_names())}) nor a file"
+                f"({', '.join(scenario_names())}), nor a family ({', '.join(family_names())}), "
+                "nor a file"
             )
         try:
             text, label = file.read_text(encoding="utf-8"), str(file)
@@ -554,7 +564,7 @@ def parse_scenario(content: object, label: str = "scenario") -> Scenario:
     """Make a scenario of plain data (what YAML or JSON gives).
 
     Args:
-        content: a mapping with the scenario's keys.
+        content: a mapping with the keys of a scenario, or of a family (`family.parse_family`).
         label: how messages name the source.
 
     Raises:
@@ -566,6 +576,10 @@ def parse_scenario(content: object, label: str = "scenario") -> Scenario:
             f"{', '.join(Scenario.model_fields)}"
         )
     try:
+        if "base" in content or "variation" in content:
+            from vllm_tenant_tuning.family import parse_family  # it builds on this module
+
+            return parse_family(content, label)
         return Scenario.model_validate(content)
     except ValidationError as error:
         lines = [explain_error(item) for item in error.errors(include_url=False)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,11 @@ class VLLMTenantTuningVectorEnv(
     def action_masks(self) -> BoolArray:
         """Which choices no bound would cut, (N, n_tenants * (2 * max_delta + 1)) bool."""
         return self._loop.decoder.mask(self._loop.caps)
+
+    @property
+    def drawn(self) -> list[Mapping[str, Mapping[str, float]]]:
+        """What a family drew for the episode of each environment (see the scalar one)."""
+        return list(self._loop.drawn)
 
     def outcomes(self, index: int) -> RequestOutcomes:
         """What has become of every request of one environment's episode so far."""

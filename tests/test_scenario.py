@@ -14,6 +14,7 @@ from vllm_tenant_tuning.baselines.cli import main
 from vllm_tenant_tuning.scenario import (
     MAX_TENANTS,
     ScenarioError,
+    family_names,
     load_scenario,
     parse_scenario,
     scenario_names,
@@ -234,7 +235,7 @@ def test_the_command_line_lists_shows_and_checks(
 ) -> None:
     assert main(["scenarios", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == scenario_names()
+    assert [line.split()[0] for line in lines] == scenario_names() + family_names()
 
     assert main(["scenarios", "show", "moving_knee"]) == 0
     shown = capsys.readouterr().out

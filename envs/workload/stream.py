@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm_tenant_tuning.scenario import Scenario
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +25,8 @@ class RequestStream:
         output_tokens: (R,) int64, at least 1.
         service_s: (R,) float64, service demand in seconds at full speed (the slots fidelity
             uses it in place of the tokens), above 0; NaN where the tenant states none.
+        patience_s: of each tenant, None for ever; without it (None) they are the scenario's.
+        drawn: what a family drew for this episode, values by tenant and parameter.
     """
 
     offsets: npt.NDArray[np.int64]
@@ -29,6 +34,8 @@ class RequestStream:
     prompt_tokens: npt.NDArray[np.int64]
     output_tokens: npt.NDArray[np.int64]
     service_s: npt.NDArray[np.float64]
+    patience_s: tuple[float | None, ...] | None = None
+    drawn: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -42,3 +49,13 @@ class RequestStream:
     def tenant(self) -> npt.NDArray[np.int64]:
         """(R,) int64, the tenant of every request."""
         return np.repeat(np.arange(self.n_tenants), np.diff(self.offsets))
+
+    def patience_under(self, scenario: Scenario) -> tuple[float | None, ...]:
+        """Seconds that the requests of each tenant wait at the gate, None for ever.
+
+        Args:
+            scenario: the task, for a stream that does not say.
+        """
+        if self.patience_s is None:
+            return tuple(tenant.patience_s for tenant in scenario.tenants)
+        return self.patience_s

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_tenant_tuning.family import ScenarioFamily, TenantVariation, varied_tenant
 from vllm_tenant_tuning.scenario import (
     ExponentialService,
     FixedService,
@@ -58,6 +60,7 @@ class Workload:
         self.skipped_rows: dict[str, int] = {}
         self._tenants: list[_TenantSampler] = []
         traces: dict[tuple[Path, str, str], Trace] = {}
+        variation = scenario.variation if isinstance(scenario, ScenarioFamily) else {}
         for index, tenant in enumerate(scenario.tenants):
             trace = None
             if isinstance(tenant.arrivals, TraceArrivals):
@@ -69,8 +72,9 @@ class Workload:
                     )
                 trace = traces[key]
                 self.skipped_rows[tenant.name] = trace.skipped_rows
+            varies = variation.get(tenant.name, TenantVariation())
             try:
-                sampler = _TenantSampler(tenant, trace, scenario.control.episode_s)
+                sampler = _TenantSampler(tenant, trace, scenario.control.episode_s, varies)
             except ScenarioError as error:
                 raise ScenarioError(f"scenario {scenario.name}: tenants.{index}.{error}") from error
             self._tenants.append(sampler)
@@ -83,20 +87,24 @@ class Workload:
 
         The generator spawns one child for the episode, and that child one for each tenant: in
         every episode, a further tenant leaves the requests of the others as they are. No
-        number is drawn from `rng` itself.
+        number is drawn from `rng` itself. What a family varies is drawn by a child of the
+        tenant's: an episode in which nothing changed has the base's requests.
 
         Raises:
             TypeError: `rng` has no seed sequence to spawn from.
         """
         seeds = cast(np.random.SeedSequence, rng.bit_generator.seed_seq)
         children = seeds.spawn(1)[0].spawn(len(self._tenants))
-        drawn = [
-            # NumPy's recommendation where many streams run side by side
-            tenant.sample(np.random.Generator(np.random.PCG64DXSM(child)))
+        samplers = [
+            tenant.varied(_generator(child.spawn(1)[0])) if tenant.varies else tenant
             for tenant, child in zip(self._tenants, children, strict=True)
         ]
-        arrival_s, prompt_tokens, output_tokens, service_s = zip(*drawn, strict=True)
-        offsets = np.zeros(len(drawn) + 1, np.int64)
+        requests = [
+            sampler.sample(_generator(child))
+            for sampler, child in zip(samplers, children, strict=True)
+        ]
+        arrival_s, prompt_tokens, output_tokens, service_s = zip(*requests, strict=True)
+        offsets = np.zeros(len(requests) + 1, np.int64)
         np.cumsum([times.size for times in arrival_s], out=offsets[1:])
         return RequestStream(
             offsets=offsets,
@@ -104,13 +112,29 @@ class Workload:
             prompt_tokens=np.concatenate(prompt_tokens),
             output_tokens=np.concatenate(output_tokens),
             service_s=np.concatenate(service_s),
+            patience_s=tuple(sampler.patience_s for sampler in samplers),
+            drawn={sampler.name: sampler.drawn for sampler in samplers if sampler.drawn},
         )
+
+
+def _generator(seed: np.random.SeedSequence) -> np.random.Generator:
+    # NumPy's recommendation where many streams run side by side
+    return np.random.Generator(np.random.PCG64DXSM(seed))
 
 
 class _TenantSampler:
     """Draws the requests of one tenant."""
 
-    def __init__(self, tenant: Tenant, trace: Trace | None, horizon_s: float) -> None:
+    def __init__(
+        self, tenant: Tenant, trace: Trace | None, horizon_s: float, variation: TenantVariation
+    ) -> None:
+        self._tenant = tenant
+        self._horizon_s = horizon_s
+        self._variation = variation
+        self.name = tenant.name
+        self.varies = bool(variation.ranges)
+        self.patience_s = tenant.patience_s
+        self.drawn: dict[str, float] = {}
         self._service = tenant.service
         self._replay: TraceReplay | None = None
         if isinstance(tenant.arrivals, TraceArrivals):
@@ -126,6 +150,18 @@ class _TenantSampler:
         self.mean_service_s = _mean_service_s(
             self._service, self._prompt.mean_tokens, self._output.mean_tokens
         )
+
+    def varied(self, rng: np.random.Generator) -> _TenantSampler:
+        """The sampler of one episode, what varies of the tenant drawn."""
+        drawn = self._variation.draw(rng)
+        tenant = varied_tenant(self._tenant, drawn)
+        sampler = copy.copy(self)
+        sampler.drawn = drawn
+        sampler.patience_s = tenant.patience_s
+        if tenant.arrivals != self._tenant.arrivals:
+            assert not isinstance(tenant.arrivals, TraceArrivals)  # the family's own check
+            sampler._arrivals = arrival_sampler(tenant.arrivals, self._horizon_s)
+        return sampler
 
     def sample(self, rng: np.random.Generator) -> TenantRequests:
         rows = None

@@ -21,10 +21,10 @@ pytest.importorskip("stable_baselines3")
 pytest.importorskip("sb3_contrib")
 
 import torch
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
 from test_env import short
 
-from vllm_tenant_tuning import load_scenario
+from vllm_tenant_tuning import ScenarioFamily, load_scenario
 from vllm_tenant_tuning.agents.rl import ALGORITHMS, ModelPolicy, algorithm_class
 from vllm_tenant_tuning.baselines import training
 from vllm_tenant_tuning.baselines.episode import make_env, play
@@ -291,6 +291,92 @@ def test_a_trained_model_plays_as_the_library_would(
     assert play(env, policy, 3)[0].return_ == play(env, ModelPolicy(made.model_path), 3)[0].return_
     checkpoint = made.run_dir / "checkpoints" / "000000000240"
     assert play(env, ModelPolicy(checkpoint), 3)[0].return_ == play(env, policy, 3)[0].return_
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "maskable-ppo"])
+def test_a_model_of_stacked_observations_sees_what_vec_frame_stack_gives(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step by step over two episodes, against SB3's wrappers around scalar environments."""
+    made = run(tmp_path / "run", algorithm, n_stack=3)
+    assert load_run_config(made.run_dir / "config.yaml").training.n_stack == 3
+    further = resume(made.run_dir, total_timesteps=4 * ROLLOUT)
+    assert further.timesteps == 4 * ROLLOUT
+    policy = ModelPolicy(made.run_dir)
+    assert policy.n_stack == 3
+    model = algorithm_class(algorithm).load(made.model_path, device="cpu")
+    assert model.observation_space.shape == (3 * 29,)
+    normalized = VecNormalize.load(
+        str(made.run_dir / "vecnormalize.pkl"), DummyVecEnv([lambda: make_env(SCENARIO)])
+    )
+    assert normalized.obs_rms.mean.shape == (29,)
+    normalized.training = False
+    theirs = VecFrameStack(normalized, 3)
+    env = make_env(SCENARIO)
+
+    seen: list[Any] = []
+    original = policy._model.predict
+
+    def recording(observation: Any, *args: Any, **options: Any) -> Any:
+        seen.append(observation.copy())
+        return original(observation, *args, **options)
+
+    monkeypatch.setattr(policy._model, "predict", recording)
+    theirs.seed(3)
+    stack = theirs.reset()
+    assert not stack[0, : 2 * 29].any()
+    for episode in range(2):  # the vector environment starts the second one by itself
+        policy.reset(SCENARIO, episode)
+        observation, info = env.reset(seed=3 if episode == 0 else None)
+        truncated = False
+        while not truncated:
+            action = policy.act(observation, info)
+            np.testing.assert_array_equal(seen[-1], stack[0])
+            masks = {}
+            if algorithm == "maskable-ppo":
+                masks = {"action_masks": theirs.env_method("action_masks")[0]}
+            expected, _ = model.predict(stack[0], deterministic=True, **masks)
+            np.testing.assert_array_equal(action, expected)
+            observation, _, _, truncated, info = env.step(action)
+            stack, _, dones, _ = theirs.step(action[None])
+            assert dones[0] == truncated
+    assert len(seen) == 40
+    assert seen[20][-29:].any()
+    assert not seen[20][: 2 * 29].any()  # nothing is left of the first episode
+    assert play(env, policy, 3)[0].return_ == play(env, ModelPolicy(made.model_path), 3)[0].return_
+
+
+def test_a_family_is_trained_on_and_its_model_plays_each_member(tmp_path: Path) -> None:
+    family = short("reserved_loads", 60.0)
+    assert isinstance(family, ScenarioFamily)
+    made = train(family, training=small(), run_dir=tmp_path / "run")
+    assert made.scenario == family  # as the folder has it
+    env = VLLMTenantTuningVectorEnv(4, family, autoreset_mode="SAME_STEP")
+    env.reset(seed=10_000)
+    assert len({str(drawn) for drawn in env.drawn}) == 4
+    policy = ModelPolicy(made.run_dir)
+    arrived = []
+    for member in ("light", "heavy"):
+        record, _ = play(make_env(family.member(member)), policy, 3)
+        assert record.scenario == f"reserved_loads-{member}"
+        arrived.append(sum(tenant.arrived for tenant in record.tenants.values()))
+    assert arrived[1] > 2 * arrived[0]
+
+
+def test_stacks_are_refused_where_they_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="n_stack: got 2; accepted for recurrent-ppo is 1"):
+        small("recurrent-ppo", n_stack=2)
+    with pytest.raises(ValueError, match="n_stack: got 0"):
+        small(n_stack=0)
+    made = run(tmp_path / "run", n_stack=2, total_timesteps=ROLLOUT)
+    config = made.run_dir / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("n_stack: 2", "n_stack: 4"))
+    with pytest.raises(ValueError, match=r"shape \(58,\).*has \(116,\) \(with n_stack 4\)"):
+        ModelPolicy(made.run_dir).reset(SCENARIO, 0)
+    config.write_text(text.replace("n_stack: 2", "n_stack: many"))
+    with pytest.raises(ValueError, match=r"config\.yaml: names no algorithm and n_stack"):
+        ModelPolicy(made.run_dir)
 
 
 def test_a_model_without_normalisation_gets_observations_as_they_are(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,16 @@ def test_patience_full_queue_failure_and_refusal(tmp_path: Path) -> None:
     assert ends[1]["finished_s"] == pytest.approx(0.3, abs=0.1)
     assert (outcomes.outcome[1:] == Outcome.DROPPED).all()
     assert np.isnan(outcomes.latency_s[1:]).all()
+
+
+def test_patience_of_the_episode_goes_before_the_scenarios(tmp_path: Path) -> None:
+    with fake_server() as server:
+        server.first_token_s = 1.0
+        requests = replace(stream([0.0] * 2), patience_s=(0.3,))
+        play(server, scenario(patience_s=60.0), requests, [1], tmp_path, all_ended)
+    ends = {record["request"]: record for record in read_requests(tmp_path)}
+    assert [ends[i]["end"] for i in range(2)] == ["completed", "patience"]
+    assert ends[1]["finished_s"] == pytest.approx(0.3, abs=0.1)
 
 
 def test_refused_and_failed_requests_are_told_apart(tmp_path: Path) -> None:

@@ -203,8 +203,10 @@ class Load:
         self._due_now: dict[int, float] = {}  # admitted, when it was due to be sent
 
         self.tenants = [
-            TenantLoad(tenant, self._gate(tenant, int(cap)))
-            for tenant, cap in zip(scenario.tenants, caps, strict=True)
+            TenantLoad(tenant, self._gate(tenant, int(cap), patience_s))
+            for tenant, cap, patience_s in zip(
+                scenario.tenants, caps, stream.patience_under(scenario), strict=True
+            )
         ]
         self.last_token_s = self.heard_s = -math.inf
         self.quiet_since_s = math.inf
@@ -303,12 +305,12 @@ class Load:
         for load in self.tenants:
             await load.gate.cancel()
 
-    def _gate(self, tenant: Tenant, cap: int) -> Gate:
+    def _gate(self, tenant: Tenant, cap: int, patience_s: float | None) -> Gate:
         return Gate(
             cap,
             self._send,
             self._drop,
-            patience_s=tenant.patience_s,
+            patience_s=patience_s,
             queue_limit=tenant.queue_limit,
         )
 

@@ -38,6 +38,7 @@ class EngineBackend(SimulatedClusters):
         super().__init__(scenario, n_clusters, n_threads)
         engine, control = scenario.engine, scenario.control
         assert isinstance(engine, ContinuousBatchingEngine)
+        self._scenario = scenario
         profile, limits = engine.profile, engine.scheduler
         n_window = round(control.window_s / control.control_interval_s)
 
@@ -63,7 +64,6 @@ class EngineBackend(SimulatedClusters):
 
         tenants = np.zeros(scenario.n_tenants, kernel.TENANT_PARAMETERS)
         for record, tenant in zip(tenants, scenario.tenants, strict=True):
-            record["patience_ps"] = _picoseconds(tenant.patience_s)
             record["queue_limit"] = tenant.queue_limit or kernel.NEVER
             record["priority"] = tenant.priority
             record["slo_latency_ps"] = _picoseconds(tenant.slo_latency_p99_s)
@@ -122,6 +122,9 @@ class EngineBackend(SimulatedClusters):
         self._tenant_state[cluster] = 0
         self._tenant_state[cluster]["first_request"] = stream.offsets[:-1]
         self._tenant_state[cluster]["n_requests"] = np.diff(stream.offsets)
+        self._tenant_state[cluster]["patience_ps"] = [
+            _picoseconds(patience_s) for patience_s in stream.patience_under(self._scenario)
+        ]
         self._tenant_state[cluster]["cap"] = caps
         self.telemetry_tenants[cluster] = _START_TENANT
         self.telemetry_tenants[cluster]["cap"] = caps

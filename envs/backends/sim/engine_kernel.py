@@ -71,7 +71,6 @@ ENGINE_PARAMETERS = np.dtype(
 
 TENANT_PARAMETERS = np.dtype(
     [
-        ("patience_ps", "i8"),
         ("queue_limit", "i8"),
         ("priority", "i8"),
         ("slo_latency_ps", "i8"),
@@ -124,6 +123,7 @@ TENANT_STATE = np.dtype(
     [
         ("first_request", "i8"),
         ("n_requests", "i8"),
+        ("patience_ps", "i8"),  # of the episode
         ("cap", "i8"),
         ("in_flight", "i8"),
         ("queue_head", "i8"),  # requests linked by `next`; -1: none
@@ -432,7 +432,7 @@ def _arrive(world: World, request: int, now_ps: int) -> None:
         world.requests[request].next = -1
         if tenant.n_queued == 0:
             tenant.queue_head = request
-            expiry_ps = now_ps + world.parameters[t].patience_ps
+            expiry_ps = now_ps + tenant.patience_ps
             if expiry_ps < world.state.next_expiry_ps:
                 world.state.next_expiry_ps = expiry_ps
         else:
@@ -449,7 +449,7 @@ def _expire(world: World) -> None:
     for t in range(world.tenants.shape[0]):
         if world.tenants[t].n_queued > 0:
             head = world.tenants[t].queue_head
-            at_ps = world.requests[head].arrival_ps + world.parameters[t].patience_ps
+            at_ps = world.requests[head].arrival_ps + world.tenants[t].patience_ps
             if at_ps < expiry_ps:
                 expiry_ps = at_ps
                 chosen = t

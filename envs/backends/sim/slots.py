@@ -41,6 +41,7 @@ class SlotsBackend(SimulatedClusters):
         engine, control = scenario.engine, scenario.control
         assert isinstance(engine, SlotsEngine)
         n_tenants = scenario.n_tenants
+        self._scenario = scenario
         self._tick_s = engine.tick_s
         window_ticks = round(control.window_s / engine.tick_s)
 
@@ -60,7 +61,6 @@ class SlotsBackend(SimulatedClusters):
 
         self._tenant_parameters = np.zeros(n_tenants, kernel.TENANT_PARAMETERS)
         for row, tenant in zip(self._tenant_parameters, scenario.tenants, strict=True):
-            row["patience_ticks"] = self._whole_ticks(tenant.patience_s)
             row["queue_limit"] = NEVER_TICKS if tenant.queue_limit is None else tenant.queue_limit
             row["slo_ticks"] = self._whole_ticks(tenant.slo_latency_p99_s)
 
@@ -80,6 +80,9 @@ class SlotsBackend(SimulatedClusters):
             self._allocate_requests(n + n // 4)
         self._tenant_state[cluster]["first_request"] = stream.offsets[:-1]
         self._tenant_state[cluster]["n_requests"] = np.diff(stream.offsets)
+        self._tenant_state[cluster]["patience_ticks"] = [
+            self._whole_ticks(patience_s) for patience_s in stream.patience_under(self._scenario)
+        ]
         requests = self._requests[cluster, :n]
         requests["service_s"] = stream.service_s
         # An arrival on a tick's boundary belongs to that tick, whatever its last bit says.

@@ -57,6 +57,7 @@ TENANT_STATE = np.dtype(
     [
         ("first_request", "i8"),  # index in the cluster; the others count from it
         ("n_requests", "i8"),
+        ("patience_ticks", "i8"),  # of the episode
         ("next_arrival", "i8"),
         ("queue_head", "i8"),
         ("queue_tail", "i8"),
@@ -66,7 +67,6 @@ TENANT_STATE = np.dtype(
 
 TENANT_PARAMETERS = np.dtype(
     [
-        ("patience_ticks", "i8"),
         ("queue_limit", "i8"),
         ("slo_ticks", "i8"),
     ]
@@ -333,10 +333,7 @@ def _drop(c: int, world: Any) -> None:
         base = state.first_request
         while seen.queued > 0.0:
             request = world.logs[c, base + state.queue_head].queued_request
-            if (
-                tick - world.requests[c, request].arrival_tick
-                > world.tenant_parameters[t].patience_ticks
-            ):
+            if tick - world.requests[c, request].arrival_tick > state.patience_ticks:
                 state.queue_head += 1
             elif seen.queued > world.tenant_parameters[t].queue_limit:
                 state.queue_tail -= 1
