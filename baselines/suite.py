@@ -103,6 +103,11 @@ class Suite(Model):
             _known(where, ablation.scenarios or (), self.scenarios)
         return self
 
+    @property
+    def n_seeds(self) -> int:
+        """Episodes of each policy in each scenario."""
+        return len(parse_seeds(self.seeds))
+
     def ablations_of(self, scenario: str) -> tuple[Ablation, ...]:
         """The ablations that are played in one of the suite's scenarios."""
         return tuple(a for a in self.ablations if a.scenarios is None or scenario in a.scenarios)
