@@ -108,6 +108,15 @@ class Suite(Model):
         """Episodes of each policy in each scenario."""
         return len(parse_seeds(self.seeds))
 
+    def with_seeds(self, text: str) -> Suite:
+        """The suite with other seeds, A:B.
+
+        Raises:
+            ValueError: not such a range.
+        """
+        parse_seeds(text)
+        return self.model_copy(update={"seeds": text})
+
     def ablations_of(self, scenario: str) -> tuple[Ablation, ...]:
         """The ablations that are played in one of the suite's scenarios."""
         return tuple(a for a in self.ablations if a.scenarios is None or scenario in a.scenarios)
