@@ -121,7 +121,7 @@ def mean_tables(result: ScenarioResult) -> list[Table]:
         Table("Means [95 % intervals], marked against the best static caps", header, means),
         Table("Interquartile means [95 % intervals]", header, iqms),
         Table(
-            f"Paired differences to {summary.reference} [95 % intervals], p after Holm's correction",
+            f"Paired differences to {summary.reference} [95 % intervals], p after Holm",
             ["policy", *(_TITLES[metric] for metric in TESTED)],
             differences,
         ),
@@ -177,7 +177,7 @@ def ablation_tables(found: Sequence[AblationResult]) -> list[Table]:
     return [
         Table("Means [95 % intervals]", ["scenario", "cell", *titles], values),
         Table(
-            "Paired differences [95 % intervals], p after Holm's correction",
+            "Paired differences [95 % intervals], p after Holm",
             ["scenario", "cell", "against", *titles],
             differences,
         ),
