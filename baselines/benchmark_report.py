@@ -22,6 +22,7 @@ from vllm_tenant_tuning.baselines.benchmark_tables import (
     suite_fairness_table,
     verdict_table,
 )
+from vllm_tenant_tuning.baselines.comparison import progress_bar
 from vllm_tenant_tuning.baselines.metrics import FAIRNESS, METRICS, TESTED, TOKEN_METRICS
 from vllm_tenant_tuning.baselines.plotly_parts import Figure
 from vllm_tenant_tuning.baselines.report import (
@@ -89,7 +90,8 @@ def write_benchmark(out_dir: Path, markdown: Path | None = None) -> list[Path]:
     from plotly.offline import get_plotlyjs
 
     suite, recorded = read_suite_records(out_dir)
-    results, missing = scenario_results(suite, recorded)
+    with progress_bar("comparing scenarios") as on_progress:
+        results, missing = scenario_results(suite, recorded, on_progress)
     if not results:
         raise ValueError(
             f"--out: {out_dir} has no episode of {REFERENCE}; accepted is the folder of a "
@@ -103,7 +105,7 @@ def write_benchmark(out_dir: Path, markdown: Path | None = None) -> list[Path]:
     ]
     title = f"Benchmark: {suite.name}"
     head = [
-        suite.description.strip(),
+        *([suite.description.strip()] if suite.description.strip() else []),
         f"{len(results)} of {len(suite.scenarios)} scenarios, {len(suite.policies)} policies, "
         f"evaluation seeds {suite.seeds}, the same requests for every policy. Reference: the best "
         "static caps, chosen on training seeds. All of it is simulation.",
@@ -253,7 +255,7 @@ def _scenario(suite: Suite, result: ScenarioResult) -> Section:
 def _meaning(suite: Suite, results: Sequence[ScenarioResult]) -> Section:
     shown = {metric.field for result in results for metric in result.summary.metrics}
     metrics = [metric for metric in METRICS + TOKEN_METRICS if metric.field in shown]
-    tested = ", ".join(metric.title for metric in METRICS if metric.field in TESTED)
+    tested = ", ".join(m.title.partition(",")[0] for m in METRICS if m.field in TESTED)
     return Section(
         "What the numbers mean",
         [
@@ -264,9 +266,10 @@ def _meaning(suite: Suite, results: Sequence[ScenarioResult]) -> Section:
             "where that is not defined). The interquartile mean leaves out the lowest and the "
             "highest quarter of the episodes.",
             *(note.strip() for note in suite.notes),
-            "Raw records: episodes.jsonl and traces.jsonl of each scenario. "
-            "`vllm-tenant-tuning benchmark --out DIR --report-only` makes this from them again, "
-            "without `--report-only` it plays what is missing first.",
+            "The raw records are episodes.jsonl and traces.jsonl of each scenario. They were played "
+            f"by `vllm-tenant-tuning benchmark --suite {suite.name} --seeds {suite.seeds} --out "
+            "DIR`; `vllm-tenant-tuning benchmark --out DIR --report-only` makes the tables and the "
+            f"page with the figures, {PAGE_FILE}, from them again.",
         ],
     )
 

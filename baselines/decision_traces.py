@@ -122,6 +122,8 @@ def record_traces(
         for contender, digest in contenders
         if (contender.label, digest, seed) not in known
     ]
+    if not missing:
+        return
     with closing(make_env(scenario)) as env:
         for i, (contender, digest) in enumerate(missing):
             told: list[tuple[str, ...]] = []

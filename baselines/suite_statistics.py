@@ -9,7 +9,7 @@ Learning at the Edge of the Statistical Precipice, NeurIPS 2021 (arXiv 2108.1326
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -116,9 +116,16 @@ class AblationResult:
 
 
 def scenario_results(
-    suite: Suite, recorded: Sequence[ScenarioRecords]
+    suite: Suite,
+    recorded: Sequence[ScenarioRecords],
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[ScenarioResult], list[str]]:
     """The comparison of each scenario of which there are episodes of the best static caps.
+
+    Args:
+        suite: what was to be played.
+        recorded: what was.
+        on_progress: called with (scenarios compared, scenarios in all).
 
     Returns:
         The results, and a sentence on each scenario or policy that is not complete.
@@ -141,6 +148,8 @@ def scenario_results(
                 )
         assert reference is not None
         results.append(_scenario_result(suite, one, episodes, reference))
+        if on_progress is not None:
+            on_progress(len(results), len(suite.scenarios))
     return results, missing
 
 
