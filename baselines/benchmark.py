@@ -137,7 +137,9 @@ def play_suite(
         raise ValueError(f"scenarios: got the names {', '.join(names)}; accepted is each once")
     for asked, scenario in zip(suite.scenarios, scenarios, strict=True):
         for text in suite.played(asked):
-            if text not in (REFERENCE, MODEL):
+            if text == MODEL:
+                _trained_model(scenario, models_dir)
+            elif text != REFERENCE:
                 resolve(text, scenario, None)
 
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -227,15 +229,20 @@ def read_suite_records(out_dir: Path) -> tuple[Suite, list[ScenarioRecords]]:
 def _contender(text: str, scenario: Scenario, models_dir: Path, title: str) -> Contender | None:
     """The contender of a suite's policy; None where no model was trained on the scenario."""
     if text == MODEL:
-        folder = models_dir / scenario.name
-        if not (folder / MODEL_FILE).is_file():
-            return None
-        policy = make_policy(f"model:{folder}")
-        return Contender(f"{MODEL}:{policy.name}", f"model:{folder}")
+        return _trained_model(scenario, models_dir)
     if text == REFERENCE:
         with progress_bar(f"{title}: best static caps") as on_progress:
             return resolve(text, scenario, None, on_progress)
     return resolve(text, scenario, None)
+
+
+def _trained_model(scenario: Scenario, models_dir: Path) -> Contender | None:
+    folder = models_dir / scenario.name
+    if not (folder / MODEL_FILE).is_file():
+        return None
+    policy = make_policy(f"model:{folder}")
+    policy.initial_caps(scenario)
+    return Contender(f"{MODEL}:{policy.name}", f"model:{folder}")
 
 
 def _read_plan(out_dir: Path) -> Plan:

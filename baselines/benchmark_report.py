@@ -266,8 +266,8 @@ def _meaning(suite: Suite, results: Sequence[ScenarioResult]) -> Section:
             "where that is not defined). The interquartile mean leaves out the lowest and the "
             "highest quarter of the episodes.",
             *(note.strip() for note in suite.notes),
-            "The raw records are episodes.jsonl and traces.jsonl of each scenario. They were played "
-            f"by `vllm-tenant-tuning benchmark --suite {suite.name} --seeds {suite.seeds} --out "
+            "The raw records are episodes.jsonl and traces.jsonl of each scenario, played by "
+            f"`vllm-tenant-tuning benchmark --suite {suite.name} --seeds {suite.seeds} --out "
             "DIR`; `vllm-tenant-tuning benchmark --out DIR --report-only` makes the tables and the "
             f"page with the figures, {PAGE_FILE}, from them again.",
         ],
