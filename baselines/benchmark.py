@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,20 +156,7 @@ def play_suite(
             contender = contender or _contender(text, scenario, models_dir, title)
             if contender is not None:
                 contenders[text] = contender
-        played = PlayedScenario(
-            asked=asked,
-            scenario=scenario,
-            policies=tuple(
-                PlayedPolicy(
-                    asked=text,
-                    label=contender.label,
-                    text=contender.text,
-                    digest=digest(scenario, contender.text, None),
-                )
-                for text, contender in contenders.items()
-            ),
-        )
-        plan = plan.begin(played)
+        plan = plan.begin(_played(asked, scenario, contenders))
         _write_plan(out_dir, plan)
         with progress_bar(f"{title}: episodes") as on_progress:
             evaluate(
@@ -181,9 +168,9 @@ def play_suite(
                 on_progress=on_progress,
             )
         traced = [
-            (contenders[policy.asked], policy.digest)
-            for policy in played.policies
-            if policy.asked in suite.traced
+            (contender, digest(scenario, contender.text, None))
+            for text, contender in contenders.items()
+            if text in suite.traced
         ]
         with progress_bar(f"{title}: decision traces") as on_progress:
             record_traces(traced, scenario, suite.trace_seed, folder, on_progress)
@@ -226,6 +213,19 @@ def read_suite_records(out_dir: Path) -> tuple[Suite, list[ScenarioRecords]]:
     return plan.suite, found
 
 
+def _played(asked: str, scenario: Scenario, contenders: Mapping[str, Contender]) -> PlayedScenario:
+    policies = [
+        PlayedPolicy(
+            asked=text,
+            label=contender.label,
+            text=contender.text,
+            digest=digest(scenario, contender.text, None),
+        )
+        for text, contender in contenders.items()
+    ]
+    return PlayedScenario(asked=asked, scenario=scenario, policies=tuple(policies))
+
+
 def _contender(text: str, scenario: Scenario, models_dir: Path, title: str) -> Contender | None:
     """The contender of a suite's policy; None where no model was trained on the scenario."""
     if text == MODEL:
@@ -241,7 +241,7 @@ def _trained_model(scenario: Scenario, models_dir: Path) -> Contender | None:
     if not (folder / MODEL_FILE).is_file():
         return None
     policy = make_policy(f"model:{folder}")
-    policy.initial_caps(scenario)
+    policy.reset(scenario, 0)  # refuses another scenario's observations
     return Contender(f"{MODEL}:{policy.name}", f"model:{folder}")
 
 

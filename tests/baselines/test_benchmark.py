@@ -302,6 +302,7 @@ def test_an_interruption_keeps_everything(
     capsys.readouterr()
     assert benchmark(suite, tmp_path) == 0
     said = capsys.readouterr().out
+    assert "premium_burst (1 of 2): episodes: 16 of 16" in said
     assert "best static caps" not in said.partition("study")[0]  # found before the interruption
     assert file.read_text().splitlines()[:6] == lines
     for name in FILES:
