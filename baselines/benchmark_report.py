@@ -147,7 +147,8 @@ def _over_all(suite: Suite, results: Sequence[ScenarioResult]) -> list[Section]:
             [
                 Drawing(
                     "verdicts",
-                    "What the tests say. The menu chooses the metric.",
+                    "What the tests say of the menu's metric: blue better, orange worse, pink "
+                    "significant by ranks against the mean, grey not significant.",
                     plots.verdict_figure(found, names),
                 )
             ],

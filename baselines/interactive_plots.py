@@ -126,19 +126,12 @@ def verdict_figure(
                 "colorscale": colours,
                 "xgap": 2,
                 "ygap": 2,
-                "colorbar": {
-                    "orientation": "h",
-                    "thickness": 12,
-                    "y": 1.0,
-                    "yanchor": "bottom",
-                    "tickvals": [0, 1, 2, 3],
-                    "ticktext": ["worse", "not sign.", "mixed", "better"],
-                },
+                "showscale": False,
                 "visible": metric == TESTED[0],
             }
         )
     layout = layout_of(
-        280 + 24 * len(policies),
+        250 + 24 * len(policies),
         xaxis={"tickangle": -45, "automargin": True, "type": "category"},
         yaxis=name_axis(),
         updatemenus=menu([_TITLES[metric] for metric in TESTED], 1),
