@@ -197,7 +197,7 @@ def _ablations(
     suite: Suite, found: Sequence[AblationResult], results: Sequence[ScenarioResult]
 ) -> list[Section]:
     by_name = {result.name: result for result in results}
-    sections = []
+    sections: list[Section] = []
     for ablation in suite.ablations:
         mine = [one for one in found if one.ablation == ablation]
         if not mine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -160,7 +161,10 @@ def _trace(
         )
         for k, i in np.argwhere(changes != 0).tolist()
     ]
-    p99_s = shown["latency_p99_s"]
+    p99_s = [
+        tuple(None if math.isnan(value) else value for value in row)
+        for row in shown["latency_p99_s"].tolist()
+    ]
     return DecisionTrace(
         scenario=scenario.name,
         scenario_digest="",
@@ -170,6 +174,6 @@ def _trace(
         time_s=tuple(shown["time_s"].tolist()),
         caps=tuple(map(tuple, caps.tolist())),
         queued=tuple(map(tuple, shown["queued"].tolist())),
-        latency_p99_s=tuple(map(tuple, np.where(np.isnan(p99_s), None, p99_s).tolist())),
+        latency_p99_s=tuple(p99_s),
         moves=tuple(moves),
     )
