@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tenant_tuning.agents.caps import CapPolicy, Floats, Integers
+from vllm_tenant_tuning.agents.policy import first_that_holds
 from vllm_tenant_tuning.agents.signals import TokenTime, TokenTimeWindow, reading, slo_ratio
 from vllm_tenant_tuning.scenario import Scenario
 from vllm_tenant_tuning.telemetry import Telemetry
@@ -64,9 +65,26 @@ class AIMDPolicy(CapPolicy):
             seen = itl_s > 0
             self._fastest_s = np.where(seen, np.minimum(self._fastest_s, itl_s), self._fastest_s)
             violated = seen & (itl_s > self.config.itl_tolerance * self._fastest_s)
-        violated = violated | (reading(tenants["failed"]) > 0)
-        grown = caps + (2 * reading(tenants["in_flight"]) >= caps)
+        failed = reading(tenants["failed"]) > 0
+        used = 2 * reading(tenants["in_flight"]) >= caps
+        self._told = (failed, violated, used)
+        violated = violated | failed
+        grown = caps + used
         return np.where(violated, np.floor(caps * self.config.backoff_ratio), grown)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What was violated, or that the cap is used."""
+        slow = "p99 above the SLO"
+        if self.config.signal == "itl":
+            slow = f"ITL above {self.config.itl_tolerance:g} times the fastest"
+        failed, violated, used = self._told
+        return first_that_holds(
+            self._scenario.n_tenants,
+            (failed, "requests failed"),
+            (violated, slow),
+            (used, "half of the cap used"),
+        )
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,30 @@ class Policy(Protocol):
 
 
 @runtime_checkable
+class ExplainedPolicy(Policy, Protocol):
+    """A policy that tells why it moves the caps."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Of the last action, a phrase a tenant; empty where there is nothing to tell."""
+
+
+def first_that_holds(n_tenants: int, *cases: tuple[npt.ArrayLike, str]) -> tuple[str, ...]:
+    """For each tenant the phrase of the first case that holds, or nothing.
+
+    Args:
+        n_tenants: how many.
+        cases: (n_tenants,) or one for all, and the phrase.
+    """
+    masks = [np.broadcast_to(np.asarray(mask, np.bool_), n_tenants) for mask, _ in cases]
+    phrases = [phrase for _, phrase in cases]
+    return tuple(
+        next((phrase for mask, phrase in zip(masks, phrases, strict=True) if mask[i]), "")
+        for i in range(n_tenants)
+    )
+
+
+@runtime_checkable
 class TranscribedPolicy(Policy, Protocol):
     """A policy whose decisions come from elsewhere, cost time and money, and are kept."""
 

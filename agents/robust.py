@@ -8,6 +8,7 @@ import numpy.typing as npt
 from vllm_tenant_tuning.agents.caps import CapPolicy, Floats, Integers, fill
 from vllm_tenant_tuning.agents.demand_forecast import DemandForecast
 from vllm_tenant_tuning.agents.engine_judge import EngineJudge
+from vllm_tenant_tuning.agents.policy import first_that_holds
 from vllm_tenant_tuning.agents.robust_config import REQUIREMENTS, RobustConfig
 from vllm_tenant_tuning.agents.signals import reading
 from vllm_tenant_tuning.scenario import Scenario
@@ -66,6 +67,11 @@ class RobustPolicy(CapPolicy):
 
     def wanted_caps(self, telemetry: Telemetry, caps: Integers) -> npt.ArrayLike:
         """Weigh need against evidence."""
+        wanted = self._weighed(telemetry, caps)
+        self._moved = (wanted > caps, wanted < caps)
+        return wanted
+
+    def _weighed(self, telemetry: Telemetry, caps: Integers) -> Floats:
         config, tenants = self.config, telemetry.tenants
         queued = reading(tenants["queued"])
         backlog = queued + reading(tenants["in_flight"])
@@ -80,6 +86,7 @@ class RobustPolicy(CapPolicy):
             high, low = self._by_thresholds(telemetry)
 
         need = np.maximum(backlog, self._demand.expected()) if config.context else backlog
+        self._told = (high, backlog > caps, need > caps)
         if config.scope and config.asymmetry:
             wanted = np.maximum(caps, need)
             if limit < self._unbounded:
@@ -97,7 +104,23 @@ class RobustPolicy(CapPolicy):
             up, down = low & (queued > 0), high
         if not config.scope:
             up, down = np.full(caps.size, up.any()), np.full(caps.size, down.any())
-        return caps + np.where(down, -1, np.where(up, 1, 0))
+        return (caps + np.where(down, -1, np.where(up, 1, 0))).astype(np.float64)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Whether congestion, need or another's need moved a cap."""
+        (up, down), (high, waiting, needed) = self._moved, self._told
+        congested = "window p99 or occupancy above the threshold"
+        if self.config.signal:
+            congested = "more in flight allowed than the budget after congestion"
+        return first_that_holds(
+            self._scenario.n_tenants,
+            (down & high, congested),
+            (down, "a slot is worth more to another tenant"),
+            (up & waiting, "backlog above the cap"),
+            (up & needed, "forecast above the cap"),
+            (up, "room left in the budget"),
+        )
 
     def _by_thresholds(self, telemetry: Telemetry) -> tuple[Bools, Bools]:
         """Above the naive rule's upper thresholds, and below its lower ones."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tenant_tuning.agents.policy import as_action
+from vllm_tenant_tuning.agents.policy import as_action, first_that_holds
 from vllm_tenant_tuning.scenario import Scenario
 from vllm_tenant_tuning.telemetry import Telemetry
 
@@ -91,15 +91,29 @@ class WindowP99Policy:
         else:
             p99_s = np.where(tenants["window_completions"] > 0, tenants["latency_p99_s"], 0.0)
             queued = tenants["queued"]
-        throttle = (p99_s > limits.throttle_p99_s) | (occupancy >= limits.throttle_occupancy)
+        slow = p99_s > limits.throttle_p99_s
+        throttle = slow | (occupancy >= limits.throttle_occupancy)
         expand = (
             (p99_s < limits.expand_p99_s)
             & (occupancy < limits.expand_occupancy)
             & (queued > 0)
             & ~throttle
         )
+        self._told = (slow, throttle, expand)
         delta = expand.astype(np.int64) - throttle.astype(np.int64)
         return as_action(np.broadcast_to(delta, tenants.shape), self._scenario)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Which threshold was crossed."""
+        limits = self.thresholds
+        slow, throttle, expand = self._told
+        return first_that_holds(
+            self._scenario.n_tenants,
+            (slow, f"window p99 above {limits.throttle_p99_s:g} s"),
+            (throttle, f"occupancy at least {limits.throttle_occupancy:g}"),
+            (expand, f"queued, p99 below {limits.expand_p99_s:g} s"),
+        )
 
 
 class BacklogPolicy:
@@ -144,5 +158,16 @@ class BacklogPolicy:
         backlog = queued / np.maximum(caps, 1e-9)
         expand = backlog > self.thresholds.expand_above
         reclaim = backlog <= self.thresholds.reclaim_at_or_below
+        self._told = (expand, reclaim)
         delta = np.asarray(expand, np.int64) - np.asarray(reclaim, np.int64)
         return as_action(np.broadcast_to(delta, telemetry.tenants.shape), self._scenario)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Which threshold was crossed."""
+        expand, reclaim = self._told
+        return first_that_holds(
+            self._scenario.n_tenants,
+            (expand, f"backlog above {self.thresholds.expand_above:g} times the cap"),
+            (reclaim, f"backlog at most {self.thresholds.reclaim_at_or_below:g} times the cap"),
+        )

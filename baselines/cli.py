@@ -12,6 +12,7 @@ from typing import Any, Final
 import yaml
 
 from vllm_tenant_tuning.backends import BACKENDS, BackendError
+from vllm_tenant_tuning.baselines.benchmark_cli import add_benchmark
 from vllm_tenant_tuning.baselines.command_line import RAY_HELP, parse_seeds
 from vllm_tenant_tuning.baselines.live_cli import (
     add_protocol,
@@ -129,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         "--replay", metavar="DIR", help="answers from the --out of an earlier run, no network"
     )
     evaluate.set_defaults(run=_evaluate)
+    add_benchmark(commands)
     add_protocol(commands)
 
     commands.add_parser("policies", help="list the policies").set_defaults(run=_list_policies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,7 +35,10 @@ from vllm_tenant_tuning.scenario import Scenario
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar as an `on_progress` callback."""
+    """A progress bar as an `on_progress` callback; where no terminal shows it, lines."""
+    if not Console().is_terminal:
+        yield _ProgressLines(what)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -45,6 +49,22 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+class _ProgressLines:
+    """A line at every tenth of the way, for logs."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._began_s = time.monotonic()
+        self._tenths = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        tenths = 10 * done // max(total, 1)
+        if tenths > self._tenths:
+            self._tenths = tenths
+            seconds = time.monotonic() - self._began_s
+            print(f"{self._what}: {done} of {total} in {seconds:.0f} s", flush=True)
 
 
 def compare(

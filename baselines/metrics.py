@@ -92,5 +92,12 @@ TOKEN_METRICS = (
 """What tables show after these where the records have it: the engine has tokens, the scenario
 assumes a price, the profile knows the power."""
 
+FAIRNESS = Metric(
+    "jain_fairness",
+    "Jain's index",
+    "higher",
+    "Jain's index of the shares of their requests that the tenants had completed; 1 is even.",
+)
+
 TESTED = ("return_", "goodput_rps", "weighted_drops", "latency_p99_s")
 """What is tested against the reference; Holm's correction runs over all of these."""

@@ -6,8 +6,11 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+M = TypeVar("M", bound=BaseModel)
 
 _logger = logging.getLogger(__name__)
 
@@ -210,7 +213,7 @@ class EpisodeRecord(BaseModel):
         return ""
 
 
-def append_record(path: Path, record: EpisodeRecord) -> None:
+def append_record(path: Path, record: BaseModel) -> None:
     """Add a record to a file and see it onto the disk.
 
     A line that a crash tore off is ended first, so that it spoils no other.
@@ -228,6 +231,11 @@ def append_record(path: Path, record: EpisodeRecord) -> None:
 
 
 def read_records(path: Path) -> list[EpisodeRecord]:
+    """All episodes of a file, as `read_lines` reads them."""
+    return read_lines(path, EpisodeRecord)
+
+
+def read_lines(path: Path, model: type[M]) -> list[M]:
     """All records of a file, oldest first; none if there is no file.
 
     Lines that are not whole JSON, as a crash leaves them, are passed over with a warning in the
@@ -248,7 +256,7 @@ def read_records(path: Path) -> list[EpisodeRecord]:
             )
             continue
         try:
-            records.append(EpisodeRecord.model_validate(content))
+            records.append(model.model_validate(content))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = ".".join(map(str, first["loc"])) or "line"

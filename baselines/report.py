@@ -77,7 +77,7 @@ def write_report(
         figures["learning_curve"] = plots.learning_curve_plot(learning_curve)
     out_dir.mkdir(parents=True, exist_ok=True)
     drawn = {name: plots.save_plot(figure, out_dir, name) for name, figure in figures.items()}
-    caveats = [*left_out, *_caveats(records, summary)]
+    caveats = [*left_out, *caveats_of(records, summary)]
     content = summary.to_dict() | {
         "scenario": scenario.name,
         "seeds": sorted({record.seed for record in records}),
@@ -85,15 +85,11 @@ def write_report(
         "caveats": caveats,
     }
     (out_dir / "summary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    table = markdown_table(summary) + "".join(f"\n{_markdown(line)}\n" for line in left_out)
+    table = markdown_table(summary) + "".join(f"\n{markdown_text(line)}\n" for line in left_out)
     (out_dir / "table.md").write_text(table, encoding="utf-8")
 
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
-        (resources.files("vllm_tenant_tuning.baselines") / "templates" / "report.html").read_text(
-            encoding="utf-8"
-        )
-    )
-    page = template.render(
+    page = render_page(
+        "report.html",
         title=title,
         scenario=scenario,
         summary=summary,
@@ -116,16 +112,31 @@ def write_report(
 
 def markdown_table(summary: Summary) -> str:
     """The results as a Markdown table."""
-    header = _header(summary)
-    lines = [header, ["---"] * len(header), *_rows(summary)]
-    table = "\n".join("| " + " | ".join(map(_markdown, line)) + " |" for line in lines)
-    return f"{table}\n\n{_markdown(_legend(summary))}\n"
+    table = markdown_lines(_header(summary), _rows(summary))
+    return f"{table}\n\n{markdown_text(legend(summary))}\n"
+
+
+def markdown_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, without a line's end after it."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(markdown_text, line)) + " |" for line in lines)
+
+
+def render_page(template: str, **content: object) -> str:
+    """A page of `templates/`, what it shows escaped."""
+    folder = resources.files("vllm_tenant_tuning.baselines") / "templates"
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+    )
+    return environment.get_template(template).render(content)
 
 
 def rich_table(summary: Summary) -> Table:
     """The tested metrics and the cost as a table for the terminal."""
     shown = [metric for metric in METRICS if metric.field in (*TESTED, "cost")]
-    table = Table(caption=escape(_legend(summary)), show_lines=True)
+    table = Table(caption=escape(legend(summary)), show_lines=True)
     table.add_column("policy", overflow="fold")
     for metric in shown:
         table.add_column(metric.title, justify="right")
@@ -133,7 +144,7 @@ def rich_table(summary: Summary) -> Table:
         cells = []
         for metric in shown:
             found = summary.estimate(policy, metric.field)
-            cells.append(_cell(found, summary.difference(policy, metric.field), separator="\n"))
+            cells.append(cell(found, summary.difference(policy, metric.field), separator="\n"))
         table.add_row(escape(policy), *map(escape, cells))
     return table
 
@@ -147,7 +158,7 @@ def _rows(summary: Summary) -> list[list[str]]:
         [
             policy,
             *(
-                _cell(
+                cell(
                     summary.estimate(policy, metric.field),
                     summary.difference(policy, metric.field),
                 )
@@ -158,19 +169,21 @@ def _rows(summary: Summary) -> list[list[str]]:
     ]
 
 
-def _cell(estimate: Estimate, difference: Difference | None, separator: str = " ") -> str:
+def cell(estimate: Estimate, difference: Difference | None, separator: str = " ") -> str:
+    """A mean with its interval, and the mark of its tested difference to the reference."""
     if estimate.mean is None:
         return "none"
-    text = _number(estimate.mean)
+    text = number(estimate.mean)
     if difference is not None:
         text += f" {MARKS[difference.verdict]}" if difference.p_value is not None else ""
     if estimate.mean_interval is not None:
-        low, high = map(_number, estimate.mean_interval)
+        low, high = map(number, estimate.mean_interval)
         text += f"{separator}[{low}, {high}]"
     return text
 
 
-def _legend(summary: Summary) -> str:
+def legend(summary: Summary) -> str:
+    """What cells and their marks mean."""
     return (
         "Mean, [95 % interval]. Against "
         f"{summary.reference}, paired by seed (Wilcoxon signed-rank, Holm over all comparisons, "
@@ -179,7 +192,8 @@ def _legend(summary: Summary) -> str:
     )
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A number to three digits, at most four of them after the point."""
     if value == 0:
         return "0"
     digits = max(0, 2 - int(np.floor(np.log10(abs(value)))))
@@ -197,7 +211,7 @@ def _tenant_rows(
             for column in TENANT_COLUMNS:
                 values = [getattr(record.tenants[tenant], column) for record in mine]
                 known = [value for value in values if value is not None]
-                row.append(_number(float(np.mean(known))) if known else "none")
+                row.append(number(float(np.mean(known))) if known else "none")
             rows.append(row)
     return rows
 
@@ -209,7 +223,7 @@ def _reward_rows(records: Sequence[EpisodeRecord], summary: Summary) -> list[lis
         mine = [record for record in records if record.policy == policy]
         sums = [[getattr(r.reward_terms, term) for r in mine] for term in REWARD_TERMS]
         means = [float(np.mean(values)) for values in (*sums, [r.return_ for r in mine])]
-        rows.append([policy, *map(_number, means)])
+        rows.append([policy, *map(number, means)])
     return rows
 
 
@@ -230,7 +244,7 @@ def _findings(summary: Summary) -> list[tuple[str, list[tuple[str, str]]]]:
     return result
 
 
-def _caveats(records: Sequence[EpisodeRecord], summary: Summary) -> list[str]:
+def caveats_of(records: Sequence[EpisodeRecord], summary: Summary) -> list[str]:
     """What a reader must know before believing the numbers."""
     seeds = {record.seed for record in records}
     found = []
@@ -259,7 +273,7 @@ def _caveats(records: Sequence[EpisodeRecord], summary: Summary) -> list[str]:
     return found
 
 
-def _markdown(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Text that stays one cell and is no markup."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("|", "\\|")

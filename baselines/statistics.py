@@ -220,21 +220,33 @@ def paired_differences(
         reference: the label of one of their policies.
         metrics: fields of `EpisodeRecord`; each must be in `METRICS`.
     """
+    others = [policy for policy in _policies(records) if policy != reference]
+    return paired_tests(records, [(policy, reference) for policy in others], metrics)
+
+
+def paired_tests(
+    records: Sequence[EpisodeRecord], pairs: Sequence[tuple[str, str]], metrics: Sequence[str]
+) -> list[Difference]:
+    """For each pair the first minus the second, metric by metric, all tested together.
+
+    Args:
+        records: of one scenario.
+        pairs: labels of their policies.
+        metrics: fields of `EpisodeRecord`; each must be in `METRICS`.
+    """
     better = {metric.field: metric.better for metric in METRICS + TOKEN_METRICS}
-    drafts: list[tuple[str, str, FloatArray, float | None]] = []
-    for policy in _policies(records):
-        if policy == reference:
-            continue
+    drafts: list[tuple[str, str, str, FloatArray, float | None]] = []
+    for policy, reference in pairs:
         for metric in metrics:
             ours = _by_seed(records, policy, metric)
             theirs = _by_seed(records, reference, metric)
             common = sorted(ours.keys() & theirs.keys())
             differences = np.array([ours[seed] - theirs[seed] for seed in common])
-            drafts.append((policy, metric, differences, _wilcoxon(differences)))
-    tested = [p for _, _, _, p in drafts if p is not None]
+            drafts.append((policy, reference, metric, differences, _wilcoxon(differences)))
+    tested = [p for *_, p in drafts if p is not None]
     corrected = iter(multipletests(tested, method="holm")[1].tolist() if tested else [])
     result = []
-    for policy, metric, differences, p_value in drafts:
+    for policy, reference, metric, differences, p_value in drafts:
         p_holm = next(corrected) if p_value is not None else None
         mean = float(differences.mean()) if differences.size else None
         significant = p_holm is not None and p_holm < SIGNIFICANCE
