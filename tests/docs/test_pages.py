@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-for package in ("aiohttp", "jinja2", "openai", "stable_baselines3", "statsmodels"):
-    pytest.importorskip(package)
+pytest.importorskip("aiohttp")
+pytest.importorskip("openai")
+pytest.importorskip("sb3_contrib")
+pytest.importorskip("statsmodels")
 
 from llm_server import llm_server
 from page import ROOT, apply_patch, blocks, play
