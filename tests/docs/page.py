@@ -30,7 +30,7 @@ DRY_RUN = ("protocol", "validate")
 COMMAND = "vllm-tenant-tuning"
 TIMEOUT_S = 600
 
-_BLOCK = re.compile(r"((?:^<!--.*-->\n)*)^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"((?:^<!--.*-->\n)*)^```(\w+)\n((?:.*\n)*?)```$", re.MULTILINE)
 _NOTE = re.compile(r"<!-- ([^:]*?)(?:: (.*))? -->")
 
 
