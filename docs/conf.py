@@ -20,7 +20,7 @@ extensions = ["myst_parser"]
 root_doc = "docs/index"
 # The root of the sources is the repository's, so that links between files hold here and there.
 include_patterns = [
-    "docs/**/*.md",
+    "docs/**",
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",

@@ -140,7 +140,7 @@ def test_the_policy_moves_the_caps(tenant_gate: ModuleType) -> None:
             tenant_gate, scenario(0.05, cap=2), "differentiated", server, burst
         )
     assert before == [2, 2]
-    assert gates[0] == 3
+    assert gates[0] >= 3
     assert gates[1] == 1
     assert most > 2
 
