@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +41,7 @@ from vllm_tenant_tuning.baselines.validation_measures import (
     select,
     write_json,
 )
+from vllm_tenant_tuning.baselines.validation_play import find_pace, hold, play_sim
 from vllm_tenant_tuning.baselines.validation_plot import validation_plot
 from vllm_tenant_tuning.engine import ContinuousBatchingEngine
 from vllm_tenant_tuning.profile import EngineProfile, load_profile
@@ -122,22 +124,6 @@ def prepare(scenario: str | Path, profile: EngineProfile, episode_s: float | Non
     return Scenario.model_validate(content)
 
 
-def play_sim(scenario: Scenario, caps: Sequence[int], seed: int) -> Episode:
-    """The episode in simulation, under constant caps."""
-    control = scenario.control
-    # one window over all: its histogram is the episode's
-    whole = control.model_copy(update={"window_s": control.episode_s})
-    env = gym.make("VLLMTenantTuning-v0", scenario=scenario.model_copy(update={"control": whole}))
-    info = _hold(env, scenario, caps, seed)
-    inner: Any = env.unwrapped
-    tenants = info["telemetry"].tenants
-    itl_s = [{q: float(tenant[f"itl_{q}_s"]) for q in QUANTILES} for tenant in tenants]
-    outcomes = inner.outcomes()
-    env.close()
-    nothing = dict.fromkeys(QUANTILES, math.nan)
-    return Episode(outcomes, [*itl_s, nothing])
-
-
 def play_live(
     scenario: Scenario, caps: Sequence[int], seed: int, url: str, model: str | None, folder: Path
 ) -> None:
@@ -158,7 +144,7 @@ def play_live(
         out_dir=folder,
     )
     try:
-        info = _hold(env, scenario, caps, seed)
+        info = hold(env, scenario, caps, seed)
     except LiveError as error:
         raise PlayError(str(error)) from error
     finally:
@@ -324,6 +310,7 @@ def validate(
         write_json(out_dir / SUMMARY_FILE, summary)
         save_plot(validation_plot(panels), out_dir, PLOT)
     console.print(errors_table(found))
+    console.print(pace_table(found))
     console.print(f"wrote {out_dir / SUMMARY_FILE} and {out_dir / PLOT}.svg")
     return summary
 
@@ -337,7 +324,7 @@ def _compare(
     live, numbers = read_live(folder / known["episode"], names)
     sim = play_sim(scenario, cell.caps, known["seed"])
     n = len(sim.outcomes.arrival_s)
-    sim = replace(sim, outcomes=select(sim.outcomes, numbers[numbers < n]))
+    sim = _of(sim, numbers)
     if len(numbers) > n or not np.allclose(
         sim.outcomes.arrival_s, live.outcomes.arrival_s, atol=2e-6
     ):
@@ -353,18 +340,18 @@ def _compare(
             done = (side.tenant == i) & (side.outcome == Outcome.COMPLETED)
             latencies.append(side.latency_s[done])
         panel[name] = (latencies[0], latencies[1])
-    result = {**asdict(cell), **known, "tenants": rows}
-    return result, panel
+    pace, paced = find_pace(scenario, cell.caps, known["seed"], live.outcomes)
+    at_its_pace = {
+        "step_time_factor": pace,
+        "tenants": compare_episodes(_of(paced, numbers), live, names, scenario.control.episode_s),
+    }
+    return {**asdict(cell), **known, "tenants": rows, "at_its_pace": at_its_pace}, panel
 
 
-def _hold(env: gym.Env[Any, Any], scenario: Scenario, caps: Sequence[int], seed: int) -> Any:
-    """Play an episode under constant caps; returns the last step's info."""
-    hold = np.full(scenario.n_tenants, scenario.control.max_delta)
-    env.reset(seed=seed, options={"caps": list(caps)})
-    truncated = False
-    while not truncated:
-        _, _, _, truncated, info = env.step(hold)
-    return info
+def _of(sim: Episode, numbers: npt.NDArray[np.int64]) -> Episode:
+    """The part of a simulated episode that the live one's records name."""
+    known = numbers[numbers < len(sim.outcomes.arrival_s)]
+    return replace(sim, outcomes=select(sim.outcomes, known))
 
 
 def _table(cell: Cell, result: dict[str, Any]) -> Table:
@@ -440,6 +427,17 @@ def errors_table(cells: Sequence[dict[str, Any]]) -> Table:
                 "-" if correlation is None else f"{correlation:.2f}",
             )
         table.add_section()
+    return table
+
+
+def pace_table(cells: Sequence[dict[str, Any]]) -> Table:
+    """The errors once more, with the simulated steps as slow as each episode's own."""
+    paced = [
+        {**cell, "tenants": cell["at_its_pace"]["tenants"], "load": cell["load"]} for cell in cells
+    ]
+    table = errors_table(paced)
+    factors = ", ".join(f"{cell['at_its_pace']['step_time_factor']:.2f}" for cell in cells)
+    table.title = f"the same with all step times multiplied so that the mean TPOT is met: {factors}"
     return table
 
 

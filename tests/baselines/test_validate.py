@@ -14,7 +14,7 @@ from vllm_tenant_tuning.backends.base import Outcome, RequestOutcomes
 from vllm_tenant_tuning.backends.live.client import Completion
 from vllm_tenant_tuning.backends.live.records import RecordFile, read_requests, request_record
 from vllm_tenant_tuning.baselines.cli import main
-from vllm_tenant_tuning.baselines.validate import Cell, play_sim, prepare, with_load
+from vllm_tenant_tuning.baselines.validate import Cell, prepare, with_load
 from vllm_tenant_tuning.baselines.validation_measures import (
     ALL,
     Episode,
@@ -24,7 +24,8 @@ from vllm_tenant_tuning.baselines.validation_measures import (
     read_live,
     write_json,
 )
-from vllm_tenant_tuning.profile import load_profile
+from vllm_tenant_tuning.baselines.validation_play import find_pace, play_sim
+from vllm_tenant_tuning.profile import StepTimeCoefficients, load_profile
 from vllm_tenant_tuning.scenario import Scenario, load_scenario
 from vllm_tenant_tuning.workload import Workload
 
@@ -244,6 +245,27 @@ def test_a_load_multiplies_every_rate_and_leaves_the_rest() -> None:
     assert after == pytest.approx(2 * before)
     assert double.control == task.control
     assert double.tenants[0].arrivals.period_s == task.tenants[0].arrivals.period_s
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.3])
+def test_the_pace_of_another_server_is_found(factor: float) -> None:
+    profile = load_profile("cpu-90m")
+    law = {name: factor * value for name, value in profile.step_time.model_dump().items()}
+    other = profile.model_copy(update={"step_time": StepTimeCoefficients(**law)})
+    measured = play_sim(with_load(prepare("cpu_chat_batch", other, 120.0), 0.6), (8, 3), 5)
+    scenario = with_load(prepare("cpu_chat_batch", profile, 120.0), 0.6)
+    pace, paced = find_pace(scenario, (8, 3), 5, measured.outcomes)
+    assert pace == pytest.approx(factor, rel=2e-3)
+    both = ~np.isnan(measured.outcomes.latency_s) & ~np.isnan(paced.outcomes.latency_s)
+    assert both.sum() > 50
+    latency_s = paced.outcomes.latency_s[both]
+    assert latency_s == pytest.approx(measured.outcomes.latency_s[both], rel=0.05)
+
+
+def test_without_completions_the_pace_is_the_profile_s() -> None:
+    scenario = with_load(prepare("cpu_chat_batch", load_profile("cpu-90m"), 20.0), 0.2)
+    nothing = outcomes([(0, CUT, 0.0, NAN, NAN)])
+    assert find_pace(scenario, (8, 3), 0, nothing)[0] == 1.0
 
 
 def test_packed_records_are_the_same_and_always_the_same_bytes(tmp_path: Path) -> None:
