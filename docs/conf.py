@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from importlib import import_module
-from importlib.metadata import version
+from importlib import import_module, metadata
 from typing import Any
 
 project = "vllm-tenant-tuning"
-release = version(project)
+release = metadata.version(project)
 author = "The vllm-tenant-tuning authors"
 copyright = author
 
