@@ -1,4 +1,4 @@
-"""The environment's docstring, which is its page, has Gymnasium's form and the layout's features."""
+"""The environment's docstring, its page: Gymnasium's form and the features of the layout."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_feature_is_there_in_order() -> None:
     assert list(rows()) == known
 
 
-@pytest.mark.parametrize("feature", (*TENANT_FEATURES, *TTFT_FEATURES, *CLUSTER_FEATURES))
+@pytest.mark.parametrize("feature", [*TENANT_FEATURES, *TTFT_FEATURES, *CLUSTER_FEATURES])
 def test_bounds_and_units_are_those_of_the_layout(feature: Feature) -> None:
     _, unit, _, high = rows()[feature.name]
     assert float(high) == feature.high
