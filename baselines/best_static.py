@@ -65,7 +65,7 @@ def find_best_static(
 
     def try_all(candidates: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         candidates = [caps for caps in candidates if sum(caps) <= scenario.total_cap]
-        new = [caps for caps in candidates if caps not in tried]
+        new = [caps for caps in dict.fromkeys(candidates) if caps not in tried]
         n_before = len(tried)
 
         def on_episodes(played: int) -> None:

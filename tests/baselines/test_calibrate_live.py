@@ -254,17 +254,8 @@ def test_records_are_fitted_again_by_the_command(
     records = write(tmp_path / "records.jsonl", SERVER, *trials)
     out = tmp_path / "mine.yaml"
     more = write(tmp_path / "more.jsonl", SERVER, *trials[:4])
-    options = [
-        "--records",
-        str(records),
-        str(more),
-        "--out",
-        str(out),
-        "--name",
-        "mine",
-        "--gpu",
-        "a GPU",
-    ]
+    options = ["--records", str(records), "--records", str(more), "--out", str(out)]
+    options += ["--name", "mine", "--gpu", "a GPU"]
     assert main(["calibrate", *options, "--max-num-seqs", "6"]) == 0
     assert "add" in capsys.readouterr().out
     assert load_profile(out).scheduler.max_num_seqs == 6

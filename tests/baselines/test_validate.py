@@ -195,9 +195,9 @@ def test_records_of_other_requests_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scenario = prepare("cpu_chat_batch", load_profile("cpu-90m"), 40.0)
-    cell = Cell(0.2, (8, 4))
+    cell = Cell(0.2, (8, 3))
     played_before(tmp_path, replace(cell, load=0.3), scenario, 3, 1.0)
-    (tmp_path / "load-0.3-caps-8-4").rename(tmp_path / cell.folder)
+    (tmp_path / "load-0.3-caps-8-3").rename(tmp_path / cell.folder)
     assert main(options(tmp_path, "--loads", "0.2")) == 2
     assert "played with other requests" in capsys.readouterr().err
 
@@ -258,8 +258,8 @@ def test_the_pace_of_another_server_is_found(factor: float) -> None:
     assert pace == pytest.approx(factor, rel=2e-3)
     both = ~np.isnan(measured.outcomes.latency_s) & ~np.isnan(paced.outcomes.latency_s)
     assert both.sum() > 50
-    latency_s = paced.outcomes.latency_s[both]
-    assert latency_s == pytest.approx(measured.outcomes.latency_s[both], rel=0.05)
+    ratio = paced.outcomes.latency_s[both] / measured.outcomes.latency_s[both]
+    assert np.median(ratio) == pytest.approx(1, abs=0.01)  # single ones may meet another step
 
 
 def test_without_completions_the_pace_is_the_profile_s() -> None:
