@@ -44,37 +44,38 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
     ## Observation Space
 
     `Box` of shape (12 * n_tenants + 5,), or (15 * n_tenants + 5,) where the engine has tokens
-    (fidelity "engine"), float32, each entry `clip(reading / reference, 0, high)`; a reading that
-    is not available is 0. `env.unwrapped.observation_names` names the entries.
+    (fidelity "engine"), float32. Each entry is `clip(reading / reference, 0, high)`, without a
+    unit and from 0 to High; a reading that is not available is 0. The unit in the tables is that
+    of reading and reference. `env.unwrapped.observation_names` names the entries.
     For each tenant, in order:
 
-    | Feature            | Reading                                             | Reference                     | High |
-    |--------------------|-----------------------------------------------------|-------------------------------|------|
-    | queued             | requests waiting at the gate                        | cap_max                       | 10   |
-    | in_flight          | requests sent and not finished                      | cap_max                       | 10   |
-    | cap                | the cap                                             | cap_max                       | 1    |
-    | arrival_rate       | arrivals in the interval                            | offered in an interval        | 10   |
-    | drop_rate          | drops in the interval                               | offered in an interval        | 10   |
-    | latency_p50        | gate to last token, median of the sliding window    | slo_latency_p99_s             | 10   |
-    | latency_p95        | the same, 95th percentile                           | slo_latency_p99_s             | 10   |
-    | latency_p99        | the same, 99th percentile                           | slo_latency_p99_s             | 10   |
-    | window_completions | completions in the sliding window                   | offered in a window           | 10   |
-    | itl_p50            | inter-token latency, median of the sliding window   | slo_itl_p99_s, or one alone   | 10   |
-    | itl_p95            | the same, 95th percentile                           | the same                      | 10   |
-    | itl_p99            | the same, 99th percentile                           | the same                      | 10   |
-    | ttft_p50 (tokens)  | gate to first token, median of the sliding window   | slo_ttft_p99_s, or slo_latency_p99_s | 10 |
-    | ttft_p95 (tokens)  | the same, 95th percentile                           | the same                      | 10   |
-    | ttft_p99 (tokens)  | the same, 99th percentile                           | the same                      | 10   |
+    | Feature            | Reading                                             | Unit     | Reference                            | High |
+    |--------------------|-----------------------------------------------------|----------|--------------------------------------|------|
+    | queued             | waiting at the gate                                 | requests | cap_max                              | 10   |
+    | in_flight          | sent and not finished                               | requests | cap_max                              | 10   |
+    | cap                | the cap                                             | requests | cap_max                              | 1    |
+    | arrival_rate       | arrivals in the interval                            | requests | offered in an interval               | 10   |
+    | drop_rate          | drops in the interval                               | requests | offered in an interval               | 10   |
+    | latency_p50        | gate to last token, median of the sliding window    | s        | slo_latency_p99_s                    | 10   |
+    | latency_p95        | the same, 95th percentile                           | s        | slo_latency_p99_s                    | 10   |
+    | latency_p99        | the same, 99th percentile                           | s        | slo_latency_p99_s                    | 10   |
+    | window_completions | completions in the sliding window                   | requests | offered in a window                  | 10   |
+    | itl_p50            | inter-token latency, median of the sliding window   | s        | slo_itl_p99_s, or one alone          | 10   |
+    | itl_p95            | the same, 95th percentile                           | s        | the same                             | 10   |
+    | itl_p99            | the same, 99th percentile                           | s        | the same                             | 10   |
+    | ttft_p50 (tokens)  | gate to first token, median of the sliding window   | s        | slo_ttft_p99_s, or slo_latency_p99_s | 10   |
+    | ttft_p95 (tokens)  | the same, 95th percentile                           | s        | the same                             | 10   |
+    | ttft_p99 (tokens)  | the same, 99th percentile                           | s        | the same                             | 10   |
 
     Then, for the cluster:
 
-    | Feature                | Reading                                    | Reference    | High |
-    |------------------------|--------------------------------------------|--------------|------|
-    | gpu_memory_utilization | share of the GPU's memory in use           | 1            | 1    |
-    | kv_cache_usage         | share of the KV cache (or slots) in use    | 1            | 1    |
-    | num_requests_running   | sequences in the running batch             | max_num_seqs | 1    |
-    | num_requests_waiting   | requests waiting inside the engine         | max_num_seqs | 10   |
-    | preemptions            | in the interval                            | max_num_seqs | 10   |
+    | Feature                | Reading                                 | Unit     | Reference    | High |
+    |------------------------|-----------------------------------------|----------|--------------|------|
+    | gpu_memory_utilization | share of the GPU's memory in use        | 1        | 1            | 1    |
+    | kv_cache_usage         | share of the KV cache (or slots) in use | 1        | 1            | 1    |
+    | num_requests_running   | sequences in the running batch          | requests | max_num_seqs | 1    |
+    | num_requests_waiting   | waiting inside the engine               | requests | max_num_seqs | 10   |
+    | preemptions            | in the interval                         | requests | max_num_seqs | 10   |
 
     A window without completions keeps the last percentiles; `window_completions` says how much
     to trust them. "Offered" is the mean over the whole episode; "one alone" the inter-token
