@@ -43,6 +43,11 @@ class DemandForecast:
         return rate
 
     @property
+    def peak_per_s(self) -> Floats:
+        """(n_tenants,) the highest of the rates that lasted, slowly forgotten, or the present."""
+        return np.maximum(self._peak, self.rate_per_s)
+
+    @property
     def service_s(self) -> Floats:
         """(n_tenants,) time in the server by Little's law; 0 before the first completions."""
         return np.where(self._completed > 0.5, self._busy_s / np.maximum(self._completed, 0.5), 0)
@@ -100,7 +105,7 @@ class DemandForecast:
         """
         shares = floor.copy()
         service_s, now = self.service_s.tolist(), self.rate_per_s.tolist()
-        peak = np.maximum(self._peak, self.rate_per_s).tolist()
+        peak = self.peak_per_s.tolist()
         burst = np.minimum(1.0, self._config.horizon * self._bursts / max(self._intervals, 20))
         tenants = [
             SlotWorth(

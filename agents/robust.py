@@ -6,11 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tenant_tuning.agents.caps import CapPolicy, Floats, Integers, fill
+from vllm_tenant_tuning.agents.deadline_judge import DeadlineJudge
 from vllm_tenant_tuning.agents.demand_forecast import DemandForecast
 from vllm_tenant_tuning.agents.engine_judge import EngineJudge
 from vllm_tenant_tuning.agents.policy import first_that_holds
 from vllm_tenant_tuning.agents.robust_config import REQUIREMENTS, RobustConfig
 from vllm_tenant_tuning.agents.signals import reading
+from vllm_tenant_tuning.engine import ContinuousBatchingEngine
 from vllm_tenant_tuning.scenario import Scenario
 from vllm_tenant_tuning.telemetry import Telemetry
 
@@ -42,6 +44,9 @@ class RobustPolicy(CapPolicy):
     `window_s` from the last change that a likelihood ratio test finds. Tenants of larger weight
     may use the share of those of smaller weight, not the reverse.
 
+    **Continuous batching** needs another judge, since requests are not alike there and slots are
+    not what is scarce: `DeadlineJudge` says which tenants harm others of earlier deadlines.
+
     Assumes that the ITL tells the engine's state, a Poisson count in the test, exponential
     service in the loss (both are mild), and SLA weights that mean what they say. An engine whose
     token rate falls for another reason than concurrency (a wave of long prompts) looks congested.
@@ -64,6 +69,9 @@ class RobustPolicy(CapPolicy):
         self._unbounded = scenario.n_tenants * scenario.control.cap_max
         self._engine = EngineJudge(self.config, scenario)
         self._demand = DemandForecast(self.config, scenario)
+        self._deadlines = None
+        if isinstance(scenario.engine, ContinuousBatchingEngine):
+            self._deadlines = DeadlineJudge(self.config, scenario, self._demand)
 
     def wanted_caps(self, telemetry: Telemetry, caps: Integers) -> npt.ArrayLike:
         """Weigh need against evidence."""
@@ -77,7 +85,10 @@ class RobustPolicy(CapPolicy):
         backlog = queued + reading(tenants["in_flight"])
         self._demand.learn(telemetry)
         limit = float(self._bound)
-        if config.signal:
+        if config.signal and self._deadlines is not None:
+            self._deadlines.learn(telemetry, caps)
+            high, low = self._deadlines.harm, self._deadlines.headroom
+        elif config.signal:
             self._engine.learn(telemetry, exhausted=bool(backlog.sum() >= caps.sum()))
             limit = min(limit, self._engine.budget)
             high = np.full(caps.size, caps.sum() > self._engine.budget)
@@ -87,6 +98,8 @@ class RobustPolicy(CapPolicy):
 
         need = np.maximum(backlog, self._demand.expected()) if config.context else backlog
         self._told = (high, backlog > caps, need > caps)
+        if config.scope and config.asymmetry and config.signal and self._deadlines is not None:
+            return np.rint(self._deadlines.caps)
         if config.scope and config.asymmetry:
             wanted = np.maximum(caps, need)
             if limit < self._unbounded:
@@ -111,6 +124,13 @@ class RobustPolicy(CapPolicy):
         """Whether congestion, need or another's need moved a cap."""
         (up, down), (high, waiting, needed) = self._moved, self._told
         congested = "window p99 or occupancy above the threshold"
+        if self.config.signal and self._deadlines is not None:
+            return first_that_holds(
+                self._scenario.n_tenants,
+                (down & high, "harms tenants of earlier deadlines"),
+                (down, "tenants of earlier deadlines leave less room"),
+                (up, "tenants of earlier deadlines leave room"),
+            )
         if self.config.signal:
             congested = "more in flight allowed than the budget after congestion"
         return first_that_holds(

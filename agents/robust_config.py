@@ -17,7 +17,8 @@ class RobustConfig:
 
     signal: bool = True
     """Requirement 1: congestion as a confidence bound over long windows, against what the engine
-    does unloaded. Off: the naive rule's p99 of the sliding window against 6 s, and occupancy."""
+    does unloaded; of continuous batching, harm to SLOs and prompts waiting inside. Off: the naive
+    rule's p99 of the sliding window against 6 s, and occupancy."""
 
     scope: bool = True
     """Requirement 2: each tenant by itself. Off: all caps move together."""
@@ -68,6 +69,33 @@ class RobustConfig:
 
     urgency: float = 3.0
     """Worth of a slot to a request that waits now, in requests of the next interval (tuned)."""
+
+    deadline_separation: float = 1.5
+    """Continuous batching: so many times later is the deadline of who can wait for another."""
+
+    backoff: float = 0.4
+    """What a cap is multiplied with when all harm is its tenant's and it loses nothing (tuned)."""
+
+    headroom_ratio: float = 0.7
+    """Caps grow while percentiles of those before are below this share of their SLOs (tuned)."""
+
+    expansion_per_s: float = 0.4
+    """Requests in a second by which a cap grows at least while there is headroom (tuned)."""
+
+    waiting_share: float = 0.5
+    """Prompts waiting in the engine for this share of the shortest promised TTFT are harm."""
+
+    trusted_completions: float = 3.0
+    """Completions of the sliding window at which its 99th percentile is trusted by half."""
+
+    gpu_share: float = 0.9
+    """Share of the GPU's time that prompts may take together."""
+
+    kv_share: float = 0.95
+    """Share of the KV cache that may be taken."""
+
+    least_room: float = 0.12
+    """Share of the room left that a cap keeps whatever the harm (tuned)."""
 
     thresholds: WindowP99Thresholds = field(default_factory=WindowP99Thresholds)
     """The naive rule's, in place of the first and third requirement where they are off."""

@@ -36,7 +36,9 @@ def caps_of(policy: Policy, scenario: Scenario, seed: int) -> list[list[int]]:
     return path
 
 
-@pytest.mark.parametrize("name", ["study", "reserved", "premium_burst", "moving_knee"])
+@pytest.mark.parametrize(
+    "name", ["study", "reserved", "premium_burst", "moving_knee", "h200_four_slos"]
+)
 def test_without_any_requirement_it_is_the_naive_rule(name: str) -> None:
     bare = make_policy("robust:-signal-scope-asymmetry-context")
     scenario = changed(name, episode_s=600)
