@@ -30,7 +30,7 @@ from vllm_tenant_tuning.profile import (
     StepTimeCoefficients,
     load_profile,
 )
-from vllm_tenant_tuning.schema import explain_error
+from vllm_tenant_tuning.schema import explain_errors
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -184,8 +184,7 @@ def fit_step_time(grid: StepGrid) -> StepTimeCoefficients:
     try:
         return StepTimeCoefficients.model_validate(dict(rounded))
     except ValidationError as error:
-        lines = [explain_error(item) for item in error.errors(include_url=False)]
-        raise CalibrationError(f"{grid.model}: the fit gives {'; '.join(lines)}") from error
+        raise CalibrationError(f"{grid.model}: the fit gives {explain_errors(error)}") from error
 
 
 def regions(grid: StepGrid) -> dict[str, Mask]:
@@ -285,9 +284,8 @@ def make_profile(
     try:
         return EngineProfile.model_validate(content)
     except ValidationError as error:
-        lines = [explain_error(item) for item in error.errors(include_url=False)]
         raise CalibrationError(
-            f"profile: {'; '.join(lines)} (options and --template give what a grid cannot)"
+            f"profile: {explain_errors(error)} (options and --template give what a grid cannot)"
         ) from error
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from vllm_tenant_tuning.baselines.command_line import parse_seeds
-from vllm_tenant_tuning.schema import Model, YAMLError, explain_error, parse_yaml
+from vllm_tenant_tuning.schema import Model, explain_errors, packaged_names, read_yaml
 
 REFERENCE = "best_static"
 """What every policy of a suite is compared with."""
@@ -129,9 +128,7 @@ class Suite(Model):
 
 def suite_names() -> list[str]:
     """The packaged suites."""
-    folder = resources.files("vllm_tenant_tuning.configs") / "suites"
-    names = [entry.name for entry in folder.iterdir()]
-    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+    return packaged_names("suites")
 
 
 def load_suite(source: str | Path) -> Suite:
@@ -144,30 +141,13 @@ def load_suite(source: str | Path) -> Suite:
         SuiteError: no such suite or file, YAML that cannot be read, or values that are not
             accepted; each is named with its path, the value and what is accepted.
     """
-    if str(source) in suite_names():
-        packaged = resources.files("vllm_tenant_tuning.configs") / "suites" / f"{source}.yaml"
-        text = packaged.read_text(encoding="utf-8")
-    else:
-        file = Path(source)
-        if not file.is_file():
-            raise SuiteError(
-                f"suite: '{source}' is neither a packaged suite ({', '.join(suite_names())}) nor "
-                "a file"
-            )
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SuiteError(f"suite {file}: cannot be read: {error}") from error
-    try:
-        content = parse_yaml(text)
-    except YAMLError as error:
-        raise SuiteError(f"suite {source}: not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml("suite", source, {"suites": "a packaged suite"}, SuiteError)
     if not isinstance(content, dict):
         raise SuiteError(f"suite {source}: got {content!r}; a mapping is accepted")
     try:
         return Suite.model_validate(content)
     except ValidationError as error:
-        lines = [explain_error(item) for item in error.errors(include_url=False)]
+        lines = [explain_errors(error)]
         if any(item["type"] == "extra_forbidden" for item in error.errors()):
             lines.append(f"accepted are {', '.join(Suite.model_fields)}")
         raise SuiteError(f"suite {source}: {'; '.join(lines)}") from error

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_tenant_tuning.agents.rl import ALGORITHMS
-from vllm_tenant_tuning.schema import YAMLError, explain_error, parse_yaml
+from vllm_tenant_tuning.schema import YAMLError, explain_errors, parse_yaml
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -236,7 +236,7 @@ def _validated(model: type[_M], content: dict[str, Any], label: str) -> _M:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        lines = [explain_error(item) for item in error.errors(include_url=False)]
+        lines = [explain_errors(error)]
         if any(item["type"] == "extra_forbidden" for item in error.errors()):
             lines.append(f"accepted are {', '.join(model.model_fields)}")
         raise TrainingConfigError(f"training {label}: {'; '.join(lines)}") from error

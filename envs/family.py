@@ -27,7 +27,7 @@ from vllm_tenant_tuning.scenario import (
     TraceArrivals,
     load_scenario,
 )
-from vllm_tenant_tuning.schema import Model, explain_error
+from vllm_tenant_tuning.schema import Model, explain_errors
 
 RATE_FIELDS = ("rate_per_s", "on_rate_per_s", "off_rate_per_s", "rates_per_s")
 
@@ -209,8 +209,7 @@ class ScenarioFamily(Scenario):
             try:
                 self.varied(values)
             except ValidationError as error:
-                reasons = "; ".join(explain_error(e) for e in error.errors(include_url=False))
-                raise ValueError(f"{place}: with {values}: {reasons}") from None
+                raise ValueError(f"{place}: with {values}: {explain_errors(error)}") from None
 
 
 def varied_tenant(tenant: Tenant, values: Mapping[str, float]) -> Tenant:

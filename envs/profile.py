@@ -6,13 +6,12 @@ ones are in `configs/engines`. Scenarios of the engine fidelity name one.
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
-from vllm_tenant_tuning.schema import Model, Tokens, YAMLError, explain_error, parse_yaml
+from vllm_tenant_tuning.schema import Model, Tokens, explain_errors, packaged_names, read_yaml
 
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Watts = Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)]
@@ -131,12 +130,7 @@ class EngineProfile(Model):
 
 def profile_names() -> list[str]:
     """Names of the packaged engine profiles, sorted."""
-    folder = resources.files("vllm_tenant_tuning.configs") / "engines"
-    return sorted(
-        entry.name.removesuffix(".yaml")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".yaml")
-    )
+    return packaged_names("engines")
 
 
 def load_profile(source: str | Path) -> EngineProfile:
@@ -149,26 +143,7 @@ def load_profile(source: str | Path) -> EngineProfile:
         ProfileError: no such profile or file, YAML that cannot be read, or values that are not
             accepted; each is named with its path, the value and what is accepted.
     """
-    if str(source) in profile_names():
-        path = resources.files("vllm_tenant_tuning.configs") / "engines" / f"{source}.yaml"
-        text = path.read_text(encoding="utf-8")
-    else:
-        file = Path(source)
-        if not file.is_file():
-            raise ProfileError(
-                f"engine profile: '{source}' is neither a packaged one "
-                f"({', '.join(profile_names())}) nor a file"
-            )
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ProfileError(f"engine profile {file}: cannot be read: {error}") from error
-    try:
-        content = parse_yaml(text)
-    except YAMLError as error:
-        raise ProfileError(
-            f"engine profile {source}: not YAML: {' '.join(str(error).split())}"
-        ) from error
+    content = read_yaml("engine profile", source, {"engines": "a packaged one"}, ProfileError)
     if not isinstance(content, dict):
         raise ProfileError(
             f"engine profile {source}: got {type(content).__name__}, expected a mapping of the "
@@ -177,5 +152,4 @@ def load_profile(source: str | Path) -> EngineProfile:
     try:
         return EngineProfile.model_validate(content)
     except ValidationError as error:
-        lines = [explain_error(item) for item in error.errors(include_url=False)]
-        raise ProfileError(f"engine profile {source}: " + "; ".join(lines)) from error
+        raise ProfileError(f"engine profile {source}: {explain_errors(error)}") from error

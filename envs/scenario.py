@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,9 +20,9 @@ from vllm_tenant_tuning.schema import (
     NonNegativeSeconds,
     PositiveSeconds,
     Tokens,
-    YAMLError,
-    explain_error,
-    parse_yaml,
+    explain_errors,
+    packaged_names,
+    read_yaml,
 )
 
 MAX_TENANTS = 64
@@ -501,19 +500,12 @@ def _divides(part: float, whole: float) -> bool:
 
 def scenario_names() -> list[str]:
     """Names of the packaged scenarios, sorted."""
-    return _packaged_names("scenarios")
+    return packaged_names("scenarios")
 
 
 def family_names() -> list[str]:
     """Names of the packaged families of scenarios (`vllm_tenant_tuning.family`), sorted."""
-    return _packaged_names("families")
-
-
-def _packaged_names(folder: str) -> list[str]:
-    entries = (resources.files("vllm_tenant_tuning.configs") / folder).iterdir()
-    return sorted(
-        entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml")
-    )
+    return packaged_names("families")
 
 
 def load_scenario(source: str | Path | Scenario) -> Scenario:
@@ -534,30 +526,9 @@ def load_scenario(source: str | Path | Scenario) -> Scenario:
             f"scenario: got {source!r}; accepted are the name of a packaged scenario, the path of "
             "a YAML file or a Scenario (parse_scenario makes one of a mapping)"
         )
-    packaged = {"scenarios": scenario_names(), "families": family_names()}
-    folder = next((name for name, names in packaged.items() if str(source) in names), None)
-    if folder is not None:
-        path = resources.files("vllm_tenant_tuning.configs") / folder / f"{source}.yaml"
-        text, label = path.read_text(encoding="utf-8"), str(source)
-    else:
-        file = Path(source)
-        if not file.is_file():
-            raise ScenarioError(
-                f"scenario: '{source}' is neither a packaged scenario "
-                f"({', '.join(scenario_names())}), nor a family ({', '.join(family_names())}), "
-                "nor a file"
-            )
-        try:
-            text, label = file.read_text(encoding="utf-8"), str(file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ScenarioError(f"scenario {file}: cannot be read: {error}") from error
-    try:
-        content = parse_yaml(text)
-    except YAMLError as error:
-        raise ScenarioError(
-            f"scenario {label}: not YAML: {' '.join(str(error).split())}"
-        ) from error
-    return parse_scenario(content, label)
+    packaged = {"scenarios": "a packaged scenario", "families": "a family"}
+    content = read_yaml("scenario", source, packaged, ScenarioError)
+    return parse_scenario(content, str(Path(source)))
 
 
 def parse_scenario(content: object, label: str = "scenario") -> Scenario:
@@ -582,5 +553,4 @@ def parse_scenario(content: object, label: str = "scenario") -> Scenario:
             return parse_family(content, label)
         return Scenario.model_validate(content)
     except ValidationError as error:
-        lines = [explain_error(item) for item in error.errors(include_url=False)]
-        raise ScenarioError(f"scenario {label}: " + "; ".join(lines)) from error
+        raise ScenarioError(f"scenario {label}: {explain_errors(error)}") from error

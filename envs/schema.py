@@ -1,11 +1,14 @@
-"""What all described things share: the strict model, bounded number types, readable errors."""
+"""What all described things share: the strict model, bounded numbers, reading, readable errors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yaml import YAMLError
 
 __all__ = [
@@ -15,7 +18,10 @@ __all__ = [
     "Tokens",
     "YAMLError",
     "explain_error",
+    "explain_errors",
+    "packaged_names",
     "parse_yaml",
+    "read_yaml",
 ]
 
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
@@ -53,6 +59,55 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _UniqueKeysLoader)
     except RecursionError as error:
         raise YAMLError("nested too deeply") from error
+
+
+def packaged_names(folder: str) -> list[str]:
+    """Names of the packaged YAML files in a folder of `configs`, sorted."""
+    entries = (resources.files("vllm_tenant_tuning.configs") / folder).iterdir()
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml")
+    )
+
+
+def read_yaml(
+    kind: str, source: str | Path, packaged: Mapping[str, str], error: type[ValueError]
+) -> Any:
+    """What the YAML file of a packaged name or a path holds, in plain Python types.
+
+    Args:
+        kind: what is read; messages begin with it.
+        source: a packaged name, or a path; the name comes first.
+        packaged: folders of `configs` that names are looked for in, and how messages call one of
+            their files ("a packaged scenario").
+        error: what is raised.
+
+    Raises:
+        ValueError: of the class `error`: no such name or file, or one that cannot be read.
+    """
+    names = {folder: packaged_names(folder) for folder in packaged}
+    folder = next((folder for folder in names if str(source) in names[folder]), None)
+    file = Path(source)
+    if folder is not None:
+        entry = resources.files("vllm_tenant_tuning.configs") / folder / f"{source}.yaml"
+        text = entry.read_text(encoding="utf-8")
+    elif file.is_file():
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as reason:
+            raise error(f"{kind} {file}: cannot be read: {reason}") from reason
+    else:
+        known = [f"{packaged[folder]} ({', '.join(names[folder])})" for folder in packaged]
+        nor = " nor " if len(known) == 1 else ", nor "
+        raise error(f"{kind}: '{source}' is neither {nor.join([*known, 'a file'])}")
+    try:
+        return parse_yaml(text)
+    except YAMLError as reason:
+        raise error(f"{kind} {file}: not YAML: {' '.join(str(reason).split())}") from reason
+
+
+def explain_errors(error: ValidationError) -> str:
+    """All of pydantic's errors in one line."""
+    return "; ".join(explain_error(item) for item in error.errors(include_url=False))
 
 
 def explain_error(item: Any) -> str:

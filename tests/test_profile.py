@@ -168,6 +168,11 @@ def test_a_file_that_is_no_profile(tmp_path: Path, text: str, expected: str) -> 
         load_profile(file)
 
 
+def test_a_profile_that_is_not_there() -> None:
+    with pytest.raises(ProfileError, match=r"'none' is neither .*h200-qwen3-8b.*\) nor a file$"):
+        load_profile("none")
+
+
 @pytest.fixture
 def played() -> tuple[Scenario, Any, list[Any]]:
     scenario = parse_scenario(content())

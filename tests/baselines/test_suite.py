@@ -11,6 +11,7 @@ import yaml
 from vllm_tenant_tuning import load_scenario
 from vllm_tenant_tuning.agents import make_policy
 from vllm_tenant_tuning.agents.robust_config import REQUIREMENTS
+from vllm_tenant_tuning.baselines.command_line import parse_seeds
 from vllm_tenant_tuning.baselines.suite import MODEL, REFERENCE, SuiteError, load_suite, suite_names
 
 CELLS = [{"label": "a", "policy": "naive"}, {"label": "b", "policy": "aimd"}]
@@ -40,6 +41,12 @@ def test_the_packaged_suites_name_what_there_is() -> None:
             assert "trace" not in arrivals, f"{asked} needs trace files"
             for text in set(suite.played(asked)) - {REFERENCE, MODEL}:
                 make_policy(text).initial_caps(scenario)
+
+
+def test_the_default_suite_plays_100_seeds_that_were_not_in_view() -> None:
+    seeds = parse_seeds(load_suite("default").seeds)
+    assert len(seeds) == 100
+    assert set(seeds).isdisjoint(range(50))
 
 
 def test_the_default_suite_adds_the_four_requirements_one_at_a_time() -> None:
