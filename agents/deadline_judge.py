@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_tenant_tuning.agents.caps import Floats, Integers
 from vllm_tenant_tuning.agents.demand_forecast import DemandForecast
@@ -135,7 +136,7 @@ class DeadlineJudge:
                 cap = min(max(cap, config.least_room * float(room[i])), float(room[i]))
             self.caps[i] = min(max(cap, control.cap_min), control.cap_max)
 
-    def _learn_requests(self, tenants: np.ndarray) -> tuple[Floats, Floats]:
+    def _learn_requests(self, tenants: npt.NDArray[np.void]) -> tuple[Floats, Floats]:
         """Seconds of GPU that a tenant's mean prompt takes, and KV tokens that a request holds."""
         fields = ("admitted", "prompt_tokens", "completed", "output_tokens")
         self._tokens += [reading(tenants[field]) for field in fields]
@@ -145,18 +146,17 @@ class DeadlineJudge:
         self._lost = self._lost * keep + lost
         self._arrived = self._arrived * keep + reading(tenants["arrived"])
         prompt = prompt_tokens / np.maximum(admitted, 1)
-        prompt_ms = self._law.dense_ms_per_token * prompt
-        prompt_ms += self._law.prefill_attention_ms_per_pair * prompt**2 / 2
-        return prompt_ms / 1000, prompt + output_tokens / np.maximum(completed, 1) / 2
+        output = output_tokens / np.maximum(completed, 1)
+        return self._law.prompt_ms(prompt) / 1000, prompt + output / 2
 
     def _room(self, prompt_s: Floats, kv_tokens: Floats) -> Floats:
         """(n_tenants,) requests beside which those before them keep their share; inf: unknown."""
         config = self._config
         service_s, rate_per_s = self._demand.service_s, self._demand.rate_per_s
         room = np.full(service_s.size, math.inf)
-        known = (self._tokens[2] > 0) & (service_s > 0) & (prompt_s > 0)
         if not config.context:
             return room
+        known = (self._tokens[2] > 0) & (service_s > 0) & (prompt_s > 0)
         gpu = self._before @ (rate_per_s * prompt_s)
         kv = self._before @ (self._demand.peak_per_s * service_s * kv_tokens)
         requests = np.maximum(config.gpu_share - gpu, 0) * service_s / np.where(known, prompt_s, 1)

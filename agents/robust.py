@@ -70,7 +70,7 @@ class RobustPolicy(CapPolicy):
         self._engine = EngineJudge(self.config, scenario)
         self._demand = DemandForecast(self.config, scenario)
         self._deadlines = None
-        if isinstance(scenario.engine, ContinuousBatchingEngine):
+        if self.config.signal and isinstance(scenario.engine, ContinuousBatchingEngine):
             self._deadlines = DeadlineJudge(self.config, scenario, self._demand)
 
     def wanted_caps(self, telemetry: Telemetry, caps: Integers) -> npt.ArrayLike:
@@ -85,7 +85,7 @@ class RobustPolicy(CapPolicy):
         backlog = queued + reading(tenants["in_flight"])
         self._demand.learn(telemetry)
         limit = float(self._bound)
-        if config.signal and self._deadlines is not None:
+        if self._deadlines is not None:
             self._deadlines.learn(telemetry, caps)
             high, low = self._deadlines.harm, self._deadlines.headroom
         elif config.signal:
@@ -98,9 +98,9 @@ class RobustPolicy(CapPolicy):
 
         need = np.maximum(backlog, self._demand.expected()) if config.context else backlog
         self._told = (high, backlog > caps, need > caps)
-        if config.scope and config.asymmetry and config.signal and self._deadlines is not None:
-            return np.rint(self._deadlines.caps)
         if config.scope and config.asymmetry:
+            if self._deadlines is not None:
+                return np.rint(self._deadlines.caps)
             wanted = np.maximum(caps, need)
             if limit < self._unbounded:
                 wanted = self._dealt(int(limit), backlog).astype(np.float64)
@@ -123,14 +123,14 @@ class RobustPolicy(CapPolicy):
     def reasons(self) -> tuple[str, ...]:
         """Whether congestion, need or another's need moved a cap."""
         (up, down), (high, waiting, needed) = self._moved, self._told
-        congested = "window p99 or occupancy above the threshold"
-        if self.config.signal and self._deadlines is not None:
+        if self._deadlines is not None:
             return first_that_holds(
                 self._scenario.n_tenants,
                 (down & high, "harms tenants of earlier deadlines"),
                 (down, "tenants of earlier deadlines leave less room"),
                 (up, "tenants of earlier deadlines leave room"),
             )
+        congested = "window p99 or occupancy above the threshold"
         if self.config.signal:
             congested = "more in flight allowed than the budget after congestion"
         return first_that_holds(

@@ -147,10 +147,7 @@ def load_suite(source: str | Path) -> Suite:
     try:
         return Suite.model_validate(content)
     except ValidationError as error:
-        lines = [explain_errors(error)]
-        if any(item["type"] == "extra_forbidden" for item in error.errors()):
-            lines.append(f"accepted are {', '.join(Suite.model_fields)}")
-        raise SuiteError(f"suite {source}: {'; '.join(lines)}") from error
+        raise SuiteError(f"suite {source}: {explain_errors(error, Suite)}") from error
 
 
 def _distinct(where: str, names: tuple[str, ...] | list[str]) -> None:

@@ -236,7 +236,4 @@ def _validated(model: type[_M], content: dict[str, Any], label: str) -> _M:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        lines = [explain_errors(error)]
-        if any(item["type"] == "extra_forbidden" for item in error.errors()):
-            lines.append(f"accepted are {', '.join(model.model_fields)}")
-        raise TrainingConfigError(f"training {label}: {'; '.join(lines)}") from error
+        raise TrainingConfigError(f"training {label}: {explain_errors(error, model)}") from error

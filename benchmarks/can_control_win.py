@@ -93,11 +93,10 @@ def gpu_seconds(scenario: Scenario, stream: RequestStream) -> Floats:
     law = scenario.engine.profile.step_time
     prompt = stream.prompt_tokens.astype(np.float64)
     output = stream.output_tokens.astype(np.float64)
-    prefill_ms = law.dense_ms_per_token * prompt + law.prefill_attention_ms_per_pair * prompt**2 / 2
     a_token_ms = (
         law.sequence_ms + law.dense_ms_per_token + law.kv_read_ms_per_token * (prompt + output / 2)
     )
-    return (prefill_ms + output * a_token_ms) / 1000
+    return (law.prompt_ms(prompt) + output * a_token_ms) / 1000
 
 
 class Loads:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field, ValidationError, model_validator
 
 from vllm_tenant_tuning.schema import Model, Tokens, explain_errors, packaged_names, read_yaml
@@ -38,6 +40,18 @@ class StepTimeCoefficients(Model):
     sequence_ms: Milliseconds
     kv_read_ms_per_token: Milliseconds
     prefill_attention_ms_per_pair: Milliseconds
+
+    def prompt_ms(self, prompt_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """What a whole prompt adds to the steps that compute it: its products and attention.
+
+        Args:
+            prompt_tokens: any shape, from 0 on.
+
+        Returns:
+            Milliseconds, of the same shape.
+        """
+        products_ms = self.dense_ms_per_token * prompt_tokens
+        return products_ms + self.prefill_attention_ms_per_pair * prompt_tokens**2 / 2
 
     @model_validator(mode="after")
     def _takes_time(self) -> StepTimeCoefficients:

@@ -105,9 +105,18 @@ def read_yaml(
         raise error(f"{kind} {file}: not YAML: {' '.join(str(reason).split())}") from reason
 
 
-def explain_errors(error: ValidationError) -> str:
-    """All of pydantic's errors in one line."""
-    return "; ".join(explain_error(item) for item in error.errors(include_url=False))
+def explain_errors(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """All of pydantic's errors in one line.
+
+    Args:
+        error: of a validation.
+        model: whose keys are named where one is unknown.
+    """
+    items = error.errors(include_url=False)
+    lines = [explain_error(item) for item in items]
+    if model is not None and any(item["type"] == "extra_forbidden" for item in items):
+        lines.append(f"accepted are {', '.join(model.model_fields)}")
+    return "; ".join(lines)
 
 
 def explain_error(item: Any) -> str:

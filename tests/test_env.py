@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
+from other_process import printed_elsewhere
 
 import vllm_tenant_tuning
 from vllm_tenant_tuning import load_scenario, scenario_names
@@ -227,17 +226,11 @@ def _trajectory(seed: int) -> bytes:
 
 
 def test_the_same_seed_gives_the_same_trajectory_in_another_process() -> None:
-    code = (
-        "import hashlib, sys; sys.path.insert(0, sys.argv[1]);"
+    printed = printed_elsewhere(
+        "import hashlib;"
         "from test_env import _trajectory;"
         "print(hashlib.sha256(_trajectory(4)).hexdigest())"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
     assert printed == hashlib.sha256(_trajectory(4)).hexdigest()
     assert _trajectory(4) != _trajectory(5)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from gymnasium.vector import AutoresetMode
+from other_process import printed_elsewhere
 from scipy import stats
 from test_env import short
 
@@ -321,17 +320,10 @@ def test_vector_environments_give_what_scalar_ones_give(name: str) -> None:
 
 
 def test_another_process_gives_the_same_episodes() -> None:
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
+    printed = printed_elsewhere(
         "from test_family import VLLMTenantTuningEnv, trajectory, wide\n"
         "print(trajectory(VLLMTenantTuningEnv(wide()), 4))"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
     assert printed == trajectory(VLLMTenantTuningEnv(wide()), 4)
     assert printed != trajectory(VLLMTenantTuningEnv(wide()), 5)
 

@@ -16,9 +16,9 @@ from vllm_tenant_tuning.schema import (
     Model,
     NonNegativeSeconds,
     PositiveSeconds,
-    YAMLError,
-    explain_error,
-    parse_yaml,
+    explain_errors,
+    packaged_names,
+    read_yaml,
 )
 
 OutputForm = Literal["json_schema", "tool", "text"]
@@ -168,34 +168,14 @@ def load_agent(text: str) -> AgentSource:
     """
     source, given = _split(text)
     packaged = resources.files("vllm_tenant_tuning.configs") / "agents"
-    beside: Path | None = None
-    if "/" not in source and (packaged / f"{source}.yaml").is_file():
-        content = (packaged / f"{source}.yaml").read_text(encoding="utf-8")
-    else:
-        file = Path(source)
-        if not file.is_file():
-            names = sorted(
-                entry.name.removesuffix(".yaml")
-                for entry in packaged.iterdir()
-                if entry.name.endswith(".yaml")
-            )
-            raise ValueError(
-                f"llm: '{source}' is neither a packaged configuration ({', '.join(names)}) nor a "
-                "file"
-            )
-        beside = file.parent
-        content = _read(file)
-    try:
-        values = parse_yaml(content)
-    except YAMLError as error:
-        raise ValueError(f"llm {source}: not YAML: {' '.join(str(error).split())}") from error
+    values = read_yaml("llm", source, {"agents": "a packaged configuration"}, ValueError)
+    beside = None if source in packaged_names("agents") else Path(source).parent
     if not isinstance(values, dict):
         raise ValueError(f"llm {source}: expected a mapping of keys such as model and base_url")
     try:
         config = LLMConfig.model_validate(values | given)
     except ValidationError as error:
-        lines = [explain_error(item) for item in error.errors(include_url=False)]
-        raise ValueError(f"llm {source}: {'; '.join(lines)}") from error
+        raise ValueError(f"llm {source}: {explain_errors(error)}") from error
     templates = []
     for name in (config.system_template, config.user_template, config.retry_template):
         if beside is not None and (beside / name).is_file():

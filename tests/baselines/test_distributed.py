@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from missing_extra import run_without
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
@@ -346,13 +346,7 @@ def test_a_worker_of_another_version_is_refused() -> None:
 
 
 def test_without_the_extra_one_message_names_it(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['ray'] = None\n"
-        "from vllm_tenant_tuning.baselines.cli import main\n"
-        f"raise SystemExit(main(['evaluate', '--ray', 'auto', '--out', {str(tmp_path)!r}]))"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    process = run_without("ray", ["evaluate", "--ray", "auto", "--out", str(tmp_path)])
     assert process.returncode == 2
     assert "pip install 'vllm-tenant-tuning[ray]'" in process.stderr
     assert len(process.stderr.splitlines()) == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ pytest.importorskip("optuna")
 
 import optuna
 import yaml
+from missing_extra import run_without
 from optuna.trial import TrialState
 from test_env import short
 from test_training import same_weights, weights
@@ -399,13 +398,7 @@ def test_training_takes_tuned_hyperparameters_where_they_are_packaged(
 
 
 def test_without_the_extra_one_message_names_it(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['optuna'] = None\n"
-        "from vllm_tenant_tuning.baselines.cli import main\n"
-        f"raise SystemExit(main(['tune', '--scenario', 'study', '--out', {str(tmp_path / 's')!r}]))"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    process = run_without("optuna", ["tune", "--scenario", "study", "--out", str(tmp_path / "s")])
     assert process.returncode == 2
     assert "pip install 'vllm-tenant-tuning[tune]'" in process.stderr
     assert "Traceback" not in process.stderr

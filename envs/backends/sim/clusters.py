@@ -37,6 +37,7 @@ class SimulatedClusters:
             raise ValueError(f"n_clusters: got {n_clusters}; at least 1 is accepted")
         if n_threads is not None and n_threads < 1:
             raise ValueError(f"n_threads: got {n_threads}; at least 1 is accepted")
+        self._scenario = scenario
         self.n_clusters = n_clusters
         self.telemetry_tenants = np.zeros((n_clusters, scenario.n_tenants), TENANT_DTYPE)
         self.telemetry_cluster = np.zeros(n_clusters, CLUSTER_DTYPE)

@@ -38,7 +38,6 @@ class EngineBackend(SimulatedClusters):
         super().__init__(scenario, n_clusters, n_threads)
         engine, control = scenario.engine, scenario.control
         assert isinstance(engine, ContinuousBatchingEngine)
-        self._scenario = scenario
         profile, limits = engine.profile, engine.scheduler
         n_window = round(control.window_s / control.control_interval_s)
 

@@ -41,7 +41,6 @@ class SlotsBackend(SimulatedClusters):
         engine, control = scenario.engine, scenario.control
         assert isinstance(engine, SlotsEngine)
         n_tenants = scenario.n_tenants
-        self._scenario = scenario
         self._tick_s = engine.tick_s
         window_ticks = round(control.window_s / engine.tick_s)
 
