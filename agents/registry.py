@@ -14,6 +14,7 @@ from vllm_tenant_tuning.agents.concurrency_limits import (
 )
 from vllm_tenant_tuning.agents.envoy_gradient import EnvoyGradientConfig, EnvoyGradientPolicy
 from vllm_tenant_tuning.agents.fair_share import FairSharePolicy
+from vllm_tenant_tuning.agents.oracle import OraclePolicy
 from vllm_tenant_tuning.agents.policy import Policy
 from vllm_tenant_tuning.agents.quotas import QuotaConfig, QuotaPolicy
 from vllm_tenant_tuning.agents.robust import RobustPolicy
@@ -45,6 +46,7 @@ _RULES: dict[str, Callable[[], Policy]] = {
     "slo_pi": SloPiPolicy,
     "fair_share": FairSharePolicy,
     "robust": RobustPolicy,
+    "oracle": OraclePolicy,
 }
 
 POLICY_FORMS = {
@@ -67,6 +69,7 @@ POLICY_FORMS = {
     "fair_share": "demand under a total budget, fair in tokens (VTC's prices)",
     "robust": "the study's four requirements together",
     "robust:-signal-scope-asymmetry-context": "the same without those that are named",
+    "oracle": "a yardstick: follows the knee that a slots scenario schedules and no policy sees",
     "llm:CONFIG": "an LLM: a packaged configuration or a YAML file; llm alone is llm:default",
     "model:PATH": "a trained model: the folder of a training run, or its model.zip",
 }

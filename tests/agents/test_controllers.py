@@ -336,3 +336,55 @@ def test_fair_share_lifts_who_comes_back() -> None:
     step(policy, RESERVED, observe((4, 4), output_tokens=(100, 100), in_flight=4))
     # lifted to 1000 as it comes back, then served 200 like the other
     assert policy.counters.tolist() == [1200, 1200]
+
+
+# --- the oracle -----------------------------------------------------------------------------
+
+KNEE = load_scenario("moving_knee")  # knee 8 to 150 s, then 4 to 300 s; two tenants, steps of 1
+
+
+@pytest.mark.parametrize(
+    ("time_s", "demand", "expected"),
+    [
+        (3.0, (9, 9), (4, 4)),
+        (3.0, (9, 2), (6, 2)),
+        (3.0, (0, 0), (4, 4)),  # what nobody needs is room for what comes
+        # 150 s is two falls of 2 away: 8 may run until it begins
+        (141.0, (9, 9), (4, 4)),
+        (144.0, (9, 9), (4, 4)),
+        (147.0, (9, 9), (3, 3)),
+        (150.0, (9, 9), (2, 2)),
+        (297.0, (9, 9), (2, 2)),
+        (300.0, (9, 9), (4, 4)),
+    ],
+)
+def test_the_oracle_keeps_to_the_scheduled_knee(
+    time_s: float, demand: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    wide = KNEE.model_copy(update={"control": KNEE.control.model_copy(update={"max_delta": 11})})
+    policy = begin(make_policy("oracle"), KNEE)
+    caps = (4, 4)
+    wanted = policy.wanted_caps(observe(caps, time_s, queued=demand)["telemetry"], np.array(caps))
+    assert tuple(wanted) == expected
+    # what may fall at once need not begin early
+    policy = begin(make_policy("oracle"), wide)
+    wanted = policy.wanted_caps(observe(caps, 147.0, queued=(9, 9))["telemetry"], np.array(caps))
+    assert tuple(wanted) == (4, 4)
+
+
+def test_the_oracle_never_holds_back_in_a_pool_without_a_knee() -> None:
+    policy = begin(make_policy("oracle"), STUDY)
+    assert step(policy, STUDY, observe((4, 8), queued=0)) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        ("h200_chat_batch", "the engine fidelity; accepted is slots"),
+        ("reserved", "total_cap 8; accepted is none"),
+        ("premium_burst", r"drop weights \[1.0, 5.0\]; accepted are equal ones"),
+    ],
+)
+def test_the_oracle_refuses_what_it_does_not_know(scenario: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"policy 'oracle': got {message}"):
+        begin(make_policy("oracle"), load_scenario(scenario))

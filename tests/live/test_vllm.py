@@ -137,7 +137,9 @@ def test_an_episode_under_static_caps(server: VLLMServer, tmp_path: Path) -> Non
     done = outcomes.outcome == Outcome.COMPLETED
     assert done.sum() >= 3
     assert (outcomes.latency_s[done] >= outcomes.ttft_s[done]).all()
-    assert (outcomes.tpot_s[done] > 0.001).all()
+    # one token has no pace, and a server that lags sends several at once
+    long = done & (outcomes.output_tokens >= 16)
+    assert long.any() and (outcomes.tpot_s[long] > 0.001).all()
     ended = [record for record in records if record["end"] == "completed"]
     assert len(ended) == done.sum()
     for record in ended:
