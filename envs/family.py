@@ -25,7 +25,9 @@ from vllm_tenant_tuning.scenario import (
     ScenarioError,
     Tenant,
     TraceArrivals,
-    load_scenario,
+    is_family,
+    parse_scenario,
+    read_scenario,
 )
 from vllm_tenant_tuning.schema import Model, explain_errors
 
@@ -34,8 +36,7 @@ RATE_FIELDS = ("rate_per_s", "on_rate_per_s", "off_rate_per_s", "rates_per_s")
 
 def _as_range(value: Any) -> Any:
     """A number stands for the range that holds it alone."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return (value, value) if is_number else value
+    return (value, value) if isinstance(value, int | float | str) else value
 
 
 def _ordered(value: tuple[float, float]) -> tuple[float, float]:
@@ -331,11 +332,10 @@ def parse_family(content: Mapping[str, Any], label: str) -> ScenarioFamily:
         return ScenarioFamily.model_validate(content)
     file = _FamilyFile.model_validate(content)
     try:
-        base = load_scenario(file.base)
+        content = read_scenario(file.base)
+        if is_family(content):  # not loaded: it could be its own base
+            raise ScenarioError(f"got the family '{content.get('name')}'; accepted is a scenario")
+        base = parse_scenario(content, file.base)
     except ScenarioError as error:
         raise ScenarioError(f"scenario {label}: base: {error}") from error
-    if isinstance(base, ScenarioFamily):
-        raise ScenarioError(
-            f"scenario {label}: base: got the family '{base.name}'; accepted is a scenario"
-        )
     return ScenarioFamily.model_validate(base.model_dump() | file.model_dump())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -526,9 +526,22 @@ def load_scenario(source: str | Path | Scenario) -> Scenario:
             f"scenario: got {source!r}; accepted are the name of a packaged scenario, the path of "
             "a YAML file or a Scenario (parse_scenario makes one of a mapping)"
         )
+    return parse_scenario(read_scenario(source), str(Path(source)))
+
+
+def read_scenario(source: str | Path) -> Any:
+    """What the file of a scenario or family holds, in plain Python types.
+
+    Raises:
+        ScenarioError: no such scenario or file, or YAML that cannot be read.
+    """
     packaged = {"scenarios": "a packaged scenario", "families": "a family"}
-    content = read_yaml("scenario", source, packaged, ScenarioError)
-    return parse_scenario(content, str(Path(source)))
+    return read_yaml("scenario", source, packaged, ScenarioError)
+
+
+def is_family(content: Any) -> bool:
+    """Whether plain data is of a family."""
+    return isinstance(content, dict) and ("base" in content or "variation" in content)
 
 
 def parse_scenario(content: object, label: str = "scenario") -> Scenario:
@@ -547,7 +560,7 @@ def parse_scenario(content: object, label: str = "scenario") -> Scenario:
             f"{', '.join(Scenario.model_fields)}"
         )
     try:
-        if "base" in content or "variation" in content:
+        if is_family(content):
             from vllm_tenant_tuning.family import parse_family  # it builds on this module
 
             return parse_family(content, label)

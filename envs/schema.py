@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from yaml import YAMLError
 
 __all__ = [
@@ -33,6 +40,23 @@ class Model(BaseModel):
     """A frozen pydantic model that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, content: Any) -> Any:
+        """Refuse YAML's true, yes and on where a number belongs: pydantic would take them as 1."""
+        for name, value in content.items() if isinstance(content, dict) else ():
+            field = cls.model_fields.get(name)
+            if field is None or bool in (field.annotation, *get_args(field.annotation)):
+                continue
+            for part in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(part, bool):
+                    raise PydanticCustomError(
+                        "truth_value",
+                        "got {value}; accepted are numbers and texts",
+                        {"field": name, "value": str(part).lower()},
+                    )
+        return content
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):
@@ -59,6 +83,8 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _UniqueKeysLoader)
     except RecursionError as error:
         raise YAMLError("nested too deeply") from error
+    except ValueError as error:  # a date, or a number with a tag, that is none
+        raise YAMLError(str(error)) from error
 
 
 def packaged_names(folder: str) -> list[str]:
@@ -124,6 +150,8 @@ def explain_error(item: Any) -> str:
     parts = [str(part) for part in item["loc"]]
     if item["type"].startswith("union_tag_"):
         parts.append(item["ctx"]["discriminator"].strip("'"))
+    if item["type"] == "truth_value":
+        parts.append(item["ctx"]["field"])
     # a union's tag is a part too: engine.engine.profile where the engine's fidelity is "engine"
     path = ".".join(part for i, part in enumerate(parts) if i == 0 or part != parts[i - 1])
     if item["type"] == "extra_forbidden":

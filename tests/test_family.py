@@ -97,8 +97,9 @@ def test_packaged_families_keep_the_spaces_of_their_base(name: str) -> None:
             r"variation\.a\.rate_factor: got the range \[2\.0, 1\.0\]; its first number must be",
         ),
         ("reserved", {"variation": {"a": {"rate_factor": 0}}}, "got 0; Input should be greater"),
-        ("reserved", {"variation": {"a": {"rate_factor": "x"}}}, "rate_factor: got 'x'"),
-        ("reserved", {"variation": {"a": {"rate_factor": True}}}, "rate_factor: got True"),
+        ("reserved", {"variation": {"a": {"rate_factor": "x"}}}, r"rate_factor\.0: got 'x'"),
+        ("reserved", {"variation": {"a": {"rate_factor": True}}}, "rate_factor: got true"),
+        ("reserved", {"variation": {"a": {"rate_factor": [1, True]}}}, "rate_factor: got true"),
         ("reserved", {"variation": {"a": {"rate_factor": [1, 2, 3]}}}, "rate_factor: Tuple should"),
         ("reserved", {"variation": {"a": {"on_share": [0.5, 1.5]}}}, r"on_share\.1: got 1\.5"),
         (
@@ -143,6 +144,19 @@ def test_what_does_not_fit_is_refused_by_name(
     with pytest.raises(ScenarioError, match=message) as caught:
         family(base, **content)
     assert "\n" not in str(caught.value)
+
+
+def test_a_family_that_is_its_own_base_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"name: mine\nquestion: Which?\nbase: {file}\nvariation: {{}}\n")
+    with pytest.raises(ScenarioError, match="base: got the family 'mine'; accepted is a scenario"):
+        load_scenario(file)
+
+
+def test_a_factor_may_be_written_as_a_power_of_ten() -> None:
+    # YAML reads 1e-1 as a text
+    content = {"variation": {"a": {"rate_factor": "1e-1"}}}
+    assert family("reserved", **content).variation["a"].rate_factor == (0.1, 0.1)
 
 
 def test_patience_varies_only_where_there_is_one() -> None:

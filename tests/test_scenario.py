@@ -175,6 +175,18 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"control__window_s": 0.25}, ["control.window_s (0.25)", "tick_s (0.5)"]),
     ({"reward__w_drop": "much"}, ["reward.w_drop", "'much'"]),
     ({"reward__slo_clip": 0}, ["reward.slo_clip", "0"]),
+    ({"engine__max_num_seqs": True}, ["engine.slots.max_num_seqs", "got true", "number"]),
+    ({"control__cap_min": False}, ["control.cap_min", "got false", "number"]),
+    (
+        {
+            TENANT + "arrivals": {
+                "process": "piecewise",
+                "rates_per_s": [1, True],
+                "durations_s": [1, 2],
+            }
+        },
+        ["tenants.0.arrivals.piecewise.rates_per_s", "got true", "number"],
+    ),
     ({"reward__throughput_unit": "words"}, ["throughput_unit", "'words'", "'output_tokens'"]),
 ]
 
@@ -201,6 +213,9 @@ def test_a_mistake_is_named_with_value_and_what_is_accepted(
         ("", "NoneType"),
         ("- 1\n- 2\n", "expected a mapping"),
         ("name: !!python/object/apply:os.getcwd []", "not YAML"),
+        ("name: 2001-99-99", "not YAML: month must be in 1..12"),
+        ("name: !!int abc", "not YAML: invalid literal"),
+        ("name: " + "9" * 5000, "not YAML: Exceeds the limit"),
     ],
 )
 def test_a_file_that_is_no_scenario(tmp_path: Path, text: str, expected: str) -> None:
