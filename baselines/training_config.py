@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from vllm_tenant_tuning.agents.rl import ALGORITHMS
-from vllm_tenant_tuning.schema import YAMLError, explain_errors, parse_yaml
+from vllm_tenant_tuning.schema import Model, YAMLError, explain_errors, parse_yaml
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -23,11 +23,7 @@ class TrainingConfigError(ValueError):
     """Hyperparameters, or a run's configuration, that cannot be used."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TrainingConfig(_Model):
+class TrainingConfig(Model):
     """Hyperparameters of PPO (Schulman et al. 2017) and of its kin.
 
     `total_timesteps`: environment steps over all environments; training ends with the first
@@ -94,7 +90,7 @@ class RecurrentTrainingConfig(TrainingConfig):
         return self
 
 
-class RunConfig(_Model):
+class RunConfig(Model):
     """What a training run is, `config.yaml` in its folder; the scenario lies beside it.
 
     `seed` fixes the weights' start, the sampled actions and the training episodes.

@@ -63,6 +63,7 @@ def test_what_is_said_last_counts(default: dict[str, Any], tmp_path: Path) -> No
         ("default", {"gama": 0.9}, "default: gama: unknown key; accepted are total_timesteps, "),
         ("default", {"gamma": 1.5}, "default: gamma: got 1.5; Input should be less than or equal"),
         ("default", {"n_steps": None}, "default: n_steps: got None"),
+        ("default", {"n_epochs": True}, "default: n_epochs: got true; accepted are numbers"),
         ("default", {"net_arch": []}, "default: net_arch"),
         ("default", {"batch_size": 1000}, r"batch_size \(1000\) must divide n_envs \* n_steps"),
         ("default", {"activation": "gelu"}, "activation: got 'gelu'; Input should be 'tanh' or"),

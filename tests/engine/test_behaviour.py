@@ -57,6 +57,16 @@ def test_a_smaller_budget_shortens_the_stall_and_delays_the_long_prompt() -> Non
     assert small_outcomes.ttft_s[2] > large_outcomes.ttft_s[2]
 
 
+@pytest.mark.parametrize("seconds", [5e6, 9.2e6, 1e7])  # 2^62 and 2^63 ps are 4.6e6 and 9.2e6 s
+def test_promises_and_patience_beyond_any_episode_are_as_none(seconds: float) -> None:
+    tenant = {"slo_latency_p99_s": seconds, "slo_ttft_p99_s": seconds, "patience_s": seconds}
+    scenario = make_scenario(tenants=[tenant], interval_s=500_000.0)
+    stream = make_stream([(0.0, 64, 8), (400_000.0, 64, 8)])
+    backend, outcomes = play(scenario, stream, [[0], [1]])
+    assert (outcomes.outcome == Outcome.COMPLETED).all()
+    assert backend.telemetry_tenants[0, 0]["good"] == 2
+
+
 def test_a_request_larger_than_the_cache_is_refused_and_holds_nobody_up() -> None:
     scenario = make_scenario(num_gpu_blocks=100, block_size=16, interval_s=10.0)
     # 1600 tokens of cache; the last token of an output is not stored

@@ -185,7 +185,8 @@ def itl_edges_ps() -> npt.NDArray[np.int64]:
 
 
 def _picoseconds(duration_s: float | None) -> int:
-    return kernel.NEVER if duration_s is None else round(duration_s * kernel.PS)
+    # what is beyond the longest episode never comes; more would not fit the clock either
+    return kernel.NEVER if duration_s is None else min(round(duration_s * kernel.PS), kernel.NEVER)
 
 
 def _seconds(times_ps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
