@@ -29,6 +29,7 @@ from vllm_tenant_tuning.baselines.records import EpisodeRecord, read_lines, read
 from vllm_tenant_tuning.baselines.suite import MODEL, REFERENCE, Suite
 from vllm_tenant_tuning.scenario import Scenario, load_scenario
 from vllm_tenant_tuning.schema import Model
+from vllm_tenant_tuning.workload import Workload
 
 PLAN_FILE = "benchmark.json"
 
@@ -136,11 +137,20 @@ def play_suite(
     if len(set(names)) < len(names):
         raise ValueError(f"scenarios: got the names {', '.join(names)}; accepted is each once")
     for asked, scenario in zip(suite.scenarios, scenarios, strict=True):
+        Workload(scenario)  # refuses traces that are not there
+        texts: dict[str, str] = {}
         for text in suite.played(asked):
-            if text == MODEL:
-                _trained_model(scenario, models_dir)
-            elif text != REFERENCE:
-                resolve(text, scenario, None)
+            if text == REFERENCE:
+                continue
+            contender = _contender(text, scenario, models_dir, "")
+            if contender is None:
+                continue
+            if contender.label in texts:
+                raise ValueError(
+                    f"policies: got {texts[contender.label]}, {text}, which are the same in "
+                    f"{scenario.name}; accepted is each once"
+                )
+            texts[contender.label] = text
 
     out_dir.mkdir(parents=True, exist_ok=True)
     plan = Plan(suite=suite)
@@ -248,15 +258,15 @@ def _trained_model(scenario: Scenario, models_dir: Path) -> Contender | None:
 def _read_plan(out_dir: Path) -> Plan:
     file = out_dir / PLAN_FILE
     try:
-        return Plan.model_validate_json(file.read_text(encoding="utf-8"))
+        return Plan.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         raise ValueError(
             f"--out: {out_dir} holds no {PLAN_FILE}; accepted is the folder of a benchmark"
         ) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{file}: {field}: {first['msg']}") from error
+        where = ": ".join([str(file), *filter(None, [".".join(map(str, first["loc"]))])])
+        raise ValueError(f"{where}: {first['msg']}") from error
 
 
 def _write_plan(out_dir: Path, plan: Plan) -> None:

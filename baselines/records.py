@@ -250,7 +250,7 @@ def read_lines(path: Path, model: type[M]) -> list[M]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             content = json.loads(line)
-        except ValueError:  # torn: JSON or UTF-8 that stops in the middle
+        except (ValueError, RecursionError):  # torn: JSON or UTF-8 that stops in the middle
             _logger.warning(
                 "%s, line %d: torn, ignored; its episode counts as not played", path, number
             )

@@ -373,6 +373,32 @@ def test_in_a_browser_every_plot_is_drawn_and_nothing_overflows(
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"policies": ["best_static", "static:2/2", "static:02/2"], "traced": []},
+            "policies: got static:2/2, static:02/2, which are the same in premium_burst",
+        ),
+        ({"scenarios": ["study", "azure"]}, "trace AzureLLMInferenceTrace_conv.csv: not found"),
+    ],
+)
+def test_a_suite_that_cannot_be_played_whole_is_not_begun(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setenv("VLLM_TENANT_TRACE_DIR", str(tmp_path))
+    suite = write_suite(tmp_path / "suite", ablations=[], **changes)
+    assert benchmark(suite, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--report-only", "--seeds", "0:2"], "--seeds: accepted when something is played"),
@@ -390,3 +416,18 @@ def test_what_is_refused_is_one_line(
     assert message in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"{", "benchmark.json: Invalid JSON"), (b"\xff{}", "benchmark.json: ")],
+)
+def test_a_plan_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, reason: str
+) -> None:
+    out_dir = tmp_path / "out"
+    out_dir.mkdir()
+    (out_dir / "benchmark.json").write_bytes(content)
+    assert benchmark(write_suite(tmp_path / "suite"), out_dir) == 2
+    assert reason in capsys.readouterr().err
+    assert (out_dir / "benchmark.json").read_bytes() == content

@@ -42,6 +42,13 @@ def test_a_torn_line_loses_its_own_episode_only(
     assert [one.seed for one in read_records(file)] == [*kept, 2]
 
 
+def test_a_line_nested_beyond_reading_counts_as_torn(tmp_path: Path) -> None:
+    file = tmp_path / "episodes.jsonl"
+    file.write_bytes(b"[" * 100_000 + b"\n")
+    append_record(file, record(seed=0))
+    assert [one.seed for one in read_records(file)] == [0]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
