@@ -35,9 +35,6 @@ from vllm_tenant_tuning.scenario import Scenario
 WARN_HELD_SHARE: Final = 0.1
 """Of an LLM's decisions, from which on the comparison says so below the table."""
 
-FAILURES_WIDTH: Final = 16
-"""Characters of the longest kind of failure, so that none is cut in a narrow terminal."""
-
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
@@ -262,8 +259,8 @@ def decisions_table(records: Sequence[EpisodeRecord]) -> Table:
     table = Table(title="Decisions of the LLMs, all episodes together")
     table.add_column("policy", overflow="fold")
     table.add_column("held", justify="right")
-    table.add_column("failures", overflow="fold", min_width=FAILURES_WIDTH)
-    for column in ("tokens in + out", "USD", "median s", "longest s"):
+    table.add_column("failures", no_wrap=True)  # the others give way to it in a narrow terminal
+    for column in ("tokens in + out", "USD", "s, median / longest"):
         table.add_column(column, justify="right")
     for policy, decisions in _decisions(records).items():
         failures = _failures(decisions)
@@ -277,8 +274,7 @@ def decisions_table(records: Sequence[EpisodeRecord]) -> Table:
             f"{sum(one.prompt_tokens for one in decisions):,} + "
             f"{sum(one.completion_tokens for one in decisions):,}",
             f"{sum(costs):.4f}" if costs else "-",
-            f"{median(medians_s):.3f}" if medians_s else "-",
-            f"{max(longest_s):.3f}" if longest_s else "-",
+            f"{median(medians_s):.3f} / {max(longest_s):.3f}" if medians_s and longest_s else "-",
         )
     return table
 

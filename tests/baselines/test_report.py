@@ -295,6 +295,9 @@ def test_every_kind_of_failure_is_read_in_a_terminal_of_80_columns() -> None:
     shown = " ".join(console.export_text().replace("│", " ").split())
     assert "…" not in shown
     assert "7 of 40" in shown
+    assert "0.500" in shown
+    assert "0.800" in shown
+    assert "longest" in shown
     for kind in kinds:
         assert kind in shown
 
