@@ -27,8 +27,9 @@ from test_env import short
 from vllm_tenant_tuning import ScenarioFamily, load_scenario
 from vllm_tenant_tuning.agents.rl import ALGORITHMS, ModelPolicy, algorithm_class
 from vllm_tenant_tuning.baselines import training
+from vllm_tenant_tuning.baselines.cli import main as cli_main
 from vllm_tenant_tuning.baselines.episode import make_env, play
-from vllm_tenant_tuning.baselines.evaluate import EVALUATION_SEEDS
+from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE, EVALUATION_SEEDS
 from vllm_tenant_tuning.baselines.training import (
     TrainingRun,
     first_training_seed,
@@ -403,6 +404,17 @@ def test_a_model_without_normalisation_gets_observations_as_they_are(tmp_path: P
     observation = np.full(29, 5.0, np.float32)
     expected = model.predict(observation, deterministic=True)[0]
     np.testing.assert_array_equal(policy.act(observation, {}), expected)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_played(
+    runs: dict[str, TrainingRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--scenario", "h200_long_context", "--seeds", "0:2", "--workers", "1"]
+    policies = f"static,model:{runs['ppo'].run_dir}"
+    out = tmp_path / "out"
+    assert cli_main(["evaluate", *arguments, "--policies", policies, "--out", str(out)]) == 2
+    assert "trained on observations of shape" in capsys.readouterr().err
+    assert not (out / EPISODES_FILE).exists()
 
 
 def test_models_that_do_not_fit_or_cannot_be_read_are_refused(
