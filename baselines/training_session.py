@@ -148,10 +148,12 @@ def _new_model(config: RunConfig, venv: VecEnv) -> OnPolicyAlgorithm:
 
 def _begin_by_holding(model: OnPolicyAlgorithm, hold_bias: float) -> None:
     """Set the bias of the action's logits; the weights' start (a gain of 0.01) leaves it alone."""
+    action_net = model.policy.action_net
     assert isinstance(model.action_space, MultiDiscrete)
+    assert isinstance(action_net, torch.nn.Linear)
     logits = [-hold_bias * np.abs(np.arange(n) - n // 2) for n in model.action_space.nvec]
     with torch.no_grad():
-        model.policy.action_net.bias.copy_(torch.as_tensor(np.concatenate(logits)))
+        action_net.bias.copy_(torch.as_tensor(np.concatenate(logits)))
 
 
 class RunRecorder(BaseCallback):
