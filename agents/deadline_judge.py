@@ -29,6 +29,9 @@ class DeadlineJudge:
       missed by more, weighted, it is not cut but grows.
     - **Headroom** is what the earlier tenants' percentiles leave up to their SLOs: as much prompt
       work may be added in an interval.
+    - **Quiet** is when the earlier tenants have far less queued and in flight than on average over
+      the long window, as between bursts: what their window still shows is past, does no harm, and
+      the cap grows faster.
     - **Room** bounds a cap, and a share of it is its floor: what the earlier tenants' rates, as
       forecast, leave of the GPU's time, by the profile's step-time law (`backends.sim.step_time`)
       and Little's law, and of the KV cache, there at their peak rates, since a cap takes nothing
@@ -52,6 +55,7 @@ class DeadlineJudge:
         assert isinstance(scenario.engine, ContinuousBatchingEngine)
         n = scenario.n_tenants
         self._config, self._demand, self._scenario = config, demand, scenario
+        self._keep = math.exp(-scenario.control.control_interval_s / config.window_s)
         self._law = scenario.engine.profile.step_time
         self._kv_tokens = (
             scenario.engine.num_gpu_blocks * scenario.engine.profile.kv_cache.block_size
@@ -84,6 +88,7 @@ class DeadlineJudge:
         self._tokens = np.zeros((4, n))  # admitted, their prompt's; completed, their output's
         self._lost, self._arrived = np.zeros(n), np.zeros(n)
         self._wait_s = np.zeros(n)
+        self._mean_backlog = np.zeros(n)
         self.harm, self.headroom = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
         self.caps: Floats = np.zeros(0)
 
@@ -110,19 +115,22 @@ class DeadlineJudge:
         waiting = float(reading(telemetry.cluster["num_requests_waiting"]))
         waiting_s = waiting * float(work_s.sum()) / max(float(in_flight.sum()), 1.0)
         room = self._room(prompt_s, kv_tokens)
+        self._mean_backlog += (backlog - self._mean_backlog) * (1 - self._keep)
         self._wait_s -= control.control_interval_s
 
         for i, before in enumerate(self._before):
             if not before.any():
                 self.caps[i] = control.cap_max
                 continue
-            theirs = float(loss[before].sum())
+            usual = float(self._mean_backlog[before].sum())
+            quiet = float(backlog[before].sum()) < config.quiet_share * usual
+            theirs = 0.0 if quiet else float(loss[before].sum())
             first_token_s = float(self._first_token_s[before].min())
             queueing = waiting_s > config.waiting_share * first_token_s
             spare = config.headroom_ratio - float(ratio[before].max())
             worse = float(beyond[i]) > theirs
             self.harm[i] = (theirs > 0 and not worse) or queueing
-            self.headroom[i] = not self.harm[i] and (spare > 0 or worse)
+            self.headroom[i] = not self.harm[i] and (spare > 0 or worse or quiet)
             cap = float(self.caps[i])
             if self.harm[i] and self._wait_s[i] <= 0:
                 blame = float(share[i]) * (1.0 if queueing else theirs / (theirs + float(own[i])))
@@ -131,7 +139,8 @@ class DeadlineJudge:
                 self._wait_s[i] = control.window_s / 2
             elif self.headroom[i] and backlog[i] >= cap:
                 work = 0.5 * max(spare, 0.0) * first_token_s / max(float(prompt_s[i]), 1e-6)
-                cap += max(config.expansion_per_s * control.control_interval_s, work)
+                pace = config.expansion_per_s * (config.quiet_expansion if quiet else 1.0)
+                cap += max(pace * control.control_interval_s, work)
             if math.isfinite(room[i]):
                 cap = min(max(cap, config.least_room * float(room[i])), float(room[i]))
             self.caps[i] = min(max(cap, control.cap_min), control.cap_max)
@@ -141,10 +150,9 @@ class DeadlineJudge:
         fields = ("admitted", "prompt_tokens", "completed", "output_tokens")
         self._tokens += [reading(tenants[field]) for field in fields]
         admitted, prompt_tokens, completed, output_tokens = self._tokens
-        keep = math.exp(-self._scenario.control.control_interval_s / self._config.window_s)
         lost = reading(tenants["dropped"]) + reading(tenants["failed"])
-        self._lost = self._lost * keep + lost
-        self._arrived = self._arrived * keep + reading(tenants["arrived"])
+        self._lost = self._lost * self._keep + lost
+        self._arrived = self._arrived * self._keep + reading(tenants["arrived"])
         prompt = prompt_tokens / np.maximum(admitted, 1)
         output = output_tokens / np.maximum(completed, 1)
         return self._law.prompt_ms(prompt) / 1000, prompt + output / 2

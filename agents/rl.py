@@ -109,8 +109,12 @@ class ModelPolicy:
         self._state: Any = None
 
     def initial_caps(self, scenario: Scenario) -> None:
-        """The scenario's."""
-        return None
+        """The scenario's.
+
+        Raises:
+            ValueError: as `reset`, so that a comparison is refused before anything is played.
+        """
+        self._check_fits(scenario, ActionDecoder(scenario))
 
     def reset(self, scenario: Scenario, seed: int) -> None:
         """Forget the last episode.
@@ -120,17 +124,8 @@ class ModelPolicy:
                 scenario's.
         """
         self._decoder = ActionDecoder(scenario)
-        n_observed = len(tenant_features(scenario)) * scenario.n_tenants + len(CLUSTER_FEATURES)
-        seen, chosen = self._model.observation_space, self._model.action_space
-        expected = (self.n_stack * n_observed,)
-        if seen.shape != expected or chosen != self._decoder.space:
-            stack = "" if self.n_stack == 1 else f" (with n_stack {self.n_stack})"
-            raise ValueError(
-                f"model '{self._path}': trained on observations of shape {seen.shape} and actions "
-                f"{chosen}; scenario '{scenario.name}' has {expected}{stack} and "
-                f"{self._decoder.space}"
-            )
         self._state = None
+        n_observed = self._check_fits(scenario, self._decoder)
         self._stack = np.zeros((self.n_stack, n_observed), np.float32)
 
     def act(
@@ -147,6 +142,19 @@ class ModelPolicy:
             self._stack.ravel(), state=self._state, deterministic=True, **masks
         )
         return action
+
+    def _check_fits(self, scenario: Scenario, decoder: ActionDecoder) -> int:
+        """The length of the scenario's observation, if the model knows that and its actions."""
+        n_observed = len(tenant_features(scenario)) * scenario.n_tenants + len(CLUSTER_FEATURES)
+        seen, chosen = self._model.observation_space, self._model.action_space
+        expected = (self.n_stack * n_observed,)
+        if seen.shape != expected or chosen != decoder.space:
+            stack = "" if self.n_stack == 1 else f" (with n_stack {self.n_stack})"
+            raise ValueError(
+                f"model '{self._path}': trained on observations of shape {seen.shape} and actions "
+                f"{chosen}; scenario '{scenario.name}' has {expected}{stack} and {decoder.space}"
+            )
+        return n_observed
 
     def _trained(self, folder: Path) -> tuple[str, int]:
         """Algorithm and `n_stack` of the run's configuration, two folders above a checkpoint."""

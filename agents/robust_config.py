@@ -82,6 +82,12 @@ class RobustConfig:
     expansion_per_s: float = 0.4
     """Requests in a second by which a cap grows at least while there is headroom (tuned)."""
 
+    quiet_share: float = 0.4
+    """Below this share of their mean backlog those before are quiet (tuned)."""
+
+    quiet_expansion: float = 2.0
+    """So many times faster a cap grows at least while they are (tuned)."""
+
     waiting_share: float = 0.5
     """Prompts waiting in the engine for this share of the shortest promised TTFT are harm."""
 

@@ -13,7 +13,7 @@ import yaml
 
 from vllm_tenant_tuning.backends import BACKENDS, BackendError
 from vllm_tenant_tuning.baselines.benchmark_cli import add_benchmark
-from vllm_tenant_tuning.baselines.command_line import RAY_HELP, parse_seeds
+from vllm_tenant_tuning.baselines.command_line import RAY_HELP, explain_missing, parse_seeds
 from vllm_tenant_tuning.baselines.live_cli import (
     add_protocol,
     add_server_options,
@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
-    except (ValueError, OSError, ImportError, BackendError) as error:
+    except ImportError as error:
+        print(f"error: {explain_missing(error)}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError, BackendError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
+from importlib.metadata import PackageNotFoundError, requires
 from typing import Any, Final
 
 RAY_HELP: Final = (
@@ -34,6 +36,27 @@ def command_line(options: argparse.Namespace) -> str:
         for word in (option_of(name), str(item))
     ]
     return shlex.join(["vllm-tenant-tuning", options.command, *words])
+
+
+def explain_missing(error: ImportError) -> str:
+    """The error's message; where a library of an extra is missing, with what installs it."""
+    try:
+        wanted = requires("vllm-tenant-tuning") or []
+    except PackageNotFoundError:  # imported from a folder, without having been installed
+        wanted = []
+    library = re.escape((error.name or "").partition(".")[0].replace("_", "-"))
+    extras = [
+        found[1]
+        for text in wanted
+        if (found := re.match(rf"{library}\b(?!-).*extra == .(\w+)", text, re.IGNORECASE))
+    ]
+    if not library or not extras:
+        return str(error)
+    extra = "report" if "report" in extras else extras[0]
+    return (
+        f"this command needs the extra '{extra}' ({error}): "
+        f"pip install 'vllm-tenant-tuning[{extra}]', or pip install -e '.[{extra}]' in a clone"
+    )
 
 
 def numbers(option: str, text: str, kind: type) -> list[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,6 +31,9 @@ from vllm_tenant_tuning.baselines.report import rich_table, write_report
 from vllm_tenant_tuning.baselines.statistics import Summary
 from vllm_tenant_tuning.baselines.study import ABLATION, METRICS, PUBLISHED
 from vllm_tenant_tuning.scenario import Scenario
+
+WARN_HELD_SHARE: Final = 0.1
+"""Of an LLM's decisions, from which on the comparison says so below the table."""
 
 
 @contextmanager
@@ -208,6 +211,8 @@ def conclude(
     console.print(rich_table(summary))
     if any(record.decisions for record in results):
         console.print(decisions_table(results))
+        for line in decision_warnings(results):
+            console.print(line, markup=False, highlight=False)
     console.print(f"report: {out_dir / 'report.html'}")
     return summary
 
@@ -252,41 +257,56 @@ def decisions_table(records: Sequence[EpisodeRecord]) -> Table:
     Seconds are of a decision: the median over episodes of their medians, and the longest.
     """
     table = Table(title="Decisions of the LLMs, all episodes together")
-    columns = (
-        "policy",
-        "decisions",
-        "held",
-        "failures",
-        "tokens in + out",
-        "USD",
-        "s, median",
-        "s, longest",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("policy", "failures") else "right")
-    by_policy: dict[str, list[DecisionRecord]] = {}
-    for record in records:
-        if record.decisions is not None:
-            by_policy.setdefault(record.policy, []).append(record.decisions)
-    for policy, decisions in by_policy.items():
-        failures: Counter[str] = Counter()
-        for one in decisions:
-            failures.update(one.failures)
+    table.add_column("policy", overflow="fold")
+    table.add_column("held", justify="right")
+    table.add_column("failures", no_wrap=True)  # the others give way to it in a narrow terminal
+    for column in ("tokens in + out", "USD", "s, median / longest"):
+        table.add_column(column, justify="right")
+    for policy, decisions in _decisions(records).items():
+        failures = _failures(decisions)
         costs = [one.cost_usd for one in decisions if one.cost_usd is not None]
         medians_s = [one.latency_p50_s for one in decisions if one.latency_p50_s is not None]
         longest_s = [one.latency_max_s for one in decisions if one.latency_max_s is not None]
         table.add_row(
-            policy,
-            str(sum(one.decisions for one in decisions)),
-            str(sum(one.held for one in decisions)),
-            ", ".join(f"{kind} {count}" for kind, count in failures.most_common()) or "none",
+            escape(policy),
+            f"{sum(one.held for one in decisions)} of {sum(one.decisions for one in decisions)}",
+            "\n".join(f"{kind} {count}" for kind, count in failures.most_common()) or "none",
             f"{sum(one.prompt_tokens for one in decisions):,} + "
             f"{sum(one.completion_tokens for one in decisions):,}",
             f"{sum(costs):.4f}" if costs else "-",
-            f"{median(medians_s):.3f}" if medians_s else "-",
-            f"{max(longest_s):.3f}" if longest_s else "-",
+            f"{median(medians_s):.3f} / {max(longest_s):.3f}" if medians_s and longest_s else "-",
         )
     return table
+
+
+def decision_warnings(records: Sequence[EpisodeRecord]) -> list[str]:
+    """A sentence for each LLM of whose decisions a tenth or more held for want of an answer."""
+    lines = []
+    for policy, decisions in _decisions(records).items():
+        asked, held = (
+            sum(getattr(one, name) for one in decisions) for name in ("decisions", "held")
+        )
+        if held >= WARN_HELD_SHARE * asked > 0:
+            kinds = ", ".join(f"{kind} {n}" for kind, n in _failures(decisions).most_common())
+            lines.append(
+                f"{policy}: {held} of {asked} decisions held all caps for want of a valid answer "
+                f"({kinds}); its results say as much of the endpoint or the form of its answers as "
+                "of its judgement"
+            )
+    return lines
+
+
+def _decisions(records: Sequence[EpisodeRecord]) -> dict[str, list[DecisionRecord]]:
+    """By policy, of its episodes."""
+    found: dict[str, list[DecisionRecord]] = {}
+    for record in records:
+        if record.decisions is not None:
+            found.setdefault(record.policy, []).append(record.decisions)
+    return found
+
+
+def _failures(decisions: Sequence[DecisionRecord]) -> Counter[str]:
+    return sum((Counter(one.failures) for one in decisions), Counter[str]())
 
 
 def study_tables(result: dict[str, Any]) -> None:

@@ -450,7 +450,12 @@ def _parser() -> argparse.ArgumentParser:
         help="(default: azure where the traces are given, else azure_like)",
     )
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="(default: ppo)")
-    parser.add_argument("--timesteps", type=int, metavar="N", help="environment steps in all")
+    parser.add_argument(
+        "--timesteps",
+        type=int,
+        metavar="N",
+        help="environment steps in all (default: the hyperparameters' total_timesteps)",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="of the run (default: 0)")
     parser.add_argument(
         "--seeds",
@@ -459,7 +464,12 @@ def _parser() -> argparse.ArgumentParser:
         "on with one that was interrupted (default folder: runs/sweep-SCENARIO-ALGORITHM)",
     )
     parser.add_argument("--ray", metavar="ADDRESS", help=f"with --seeds: {RAY_HELP}")
-    parser.add_argument("--n-envs", type=int, metavar="N", help="environments side by side")
+    parser.add_argument(
+        "--n-envs",
+        type=int,
+        metavar="N",
+        help="environments side by side (default: the hyperparameters' n_envs)",
+    )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="hyperparameters in place of the packaged ones"
     )
@@ -474,6 +484,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace-dir", metavar="DIR", help="folder of the trace files")
     parser.add_argument("--out", metavar="DIR", help="the run's folder (default: in runs/)")
     parser.add_argument(
-        "--eval-seeds", default="100:200", metavar="A:B", help="evaluated: A to B - 1 (%(default)s)"
+        "--eval-seeds",
+        default="100:200",
+        metavar="A:B",
+        help="evaluated: A to B - 1 (default: %(default)s)",
     )
     return parser

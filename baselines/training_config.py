@@ -38,6 +38,9 @@ class TrainingConfig(Model):
     `normalize_observations`, `normalize_rewards`: by running mean and variance.
     `n_stack`: observations of so many control intervals, oldest first, are what the policy sees;
     before the first of an episode they are zeros (after normalisation). Not for RecurrentPPO.
+    `hold_bias`: what the policy begins with: the log-probability of a change falls by so much for
+    each request of it. 0 begins with all changes alike, a random walk of the caps: with steps of 8
+    and caps up to 256 it spends the training where caps bind nothing.
     `checkpoint_timesteps`: a checkpoint is written when so many have passed.
     """
 
@@ -61,6 +64,7 @@ class TrainingConfig(Model):
     normalize_observations: bool
     normalize_rewards: bool
     n_stack: Annotated[int, Field(ge=1, le=64)] = 1
+    hold_bias: Annotated[float, Field(ge=0, le=100)] = 0.0
     checkpoint_timesteps: Annotated[int, Field(ge=1)]
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.spaces import MultiDiscrete
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
@@ -140,7 +141,19 @@ def _new_model(config: RunConfig, venv: VecEnv) -> OnPolicyAlgorithm:
         policy_kwargs=network,
         device="cpu",
     )
+    if training.hold_bias:
+        _begin_by_holding(model, training.hold_bias)
     return model
+
+
+def _begin_by_holding(model: OnPolicyAlgorithm, hold_bias: float) -> None:
+    """Set the bias of the action's logits; the weights' start (a gain of 0.01) leaves it alone."""
+    action_net = model.policy.action_net
+    assert isinstance(model.action_space, MultiDiscrete)
+    assert isinstance(action_net, torch.nn.Linear)
+    logits = [-hold_bias * np.abs(np.arange(n) - n // 2) for n in model.action_space.nvec]
+    with torch.no_grad():
+        action_net.bias.copy_(torch.as_tensor(np.concatenate(logits)))
 
 
 class RunRecorder(BaseCallback):

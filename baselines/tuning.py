@@ -67,6 +67,7 @@ TRIAL_SEED = 0
 N_STEPS = (32, 64, 128, 256)
 N_MINIBATCHES = (4, 8, 16, 32)
 NET_ARCHS = {"64": (64,), "32-32": (32, 32), "64-64": (64, 64), "128-128": (128, 128)}
+HOLD_BIASES = (0.0, 0.3, 1.0, 3.0)
 N_STACKS = (1, 2, 4, 8)
 LSTM_SIZES = (32, 64, 128)
 
@@ -234,6 +235,7 @@ def suggest(trial: Any, begun_with: TrainingConfig) -> TrainingConfig:
         "gae_lambda": _digits(trial.suggest_float("gae_lambda", 0.8, 1.0)),
         "clip_range": _digits(trial.suggest_float("clip_range", 0.1, 0.4)),
         "ent_coef": _digits(trial.suggest_float("ent_coef", 1e-4, 0.05, log=True)),
+        "hold_bias": trial.suggest_categorical("hold_bias", HOLD_BIASES),
         "net_arch": NET_ARCHS[trial.suggest_categorical("net_arch", tuple(NET_ARCHS))],
     }
     if isinstance(begun_with, RecurrentTrainingConfig):
@@ -249,7 +251,15 @@ def _parameters(training: TrainingConfig) -> dict[str, Any] | None:
 
     names = {sizes: name for name, sizes in NET_ARCHS.items()}
     values = training.model_dump()
-    asked = ("n_steps", "n_epochs", "learning_rate", "gae_lambda", "clip_range", "ent_coef")
+    asked = (
+        "n_steps",
+        "n_epochs",
+        "learning_rate",
+        "gae_lambda",
+        "clip_range",
+        "ent_coef",
+        "hold_bias",
+    )
     parameters = {name: values[name] for name in asked}
     parameters["n_minibatches"] = training.n_envs * training.n_steps // training.batch_size
     parameters["one_minus_gamma"] = _digits(1 - training.gamma)

@@ -111,7 +111,8 @@ class VLLMTenantTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.int64]
     * `backend`: "sim", where the scenario's engine section chooses the fidelity, the study's slots
       or vLLM's continuous batching at token level; or "live", a real vLLM server: steps take the
       wall clock's time, `info["live"]` tells how the load was delivered, and docs/live.md the rest.
-    * `render_mode`: None, "ansi", "rgb_array" or "human".
+    * `render_mode`: None, "ansi" (text), "rgb_array" (frames of 640 x 960 pixels; needs matplotlib)
+      or "human" (a live view in the terminal or a window; needs rich or matplotlib).
     * `trace_dir`: the folder of the trace files, for scenarios that replay traces (else the
       environment variable `VLLM_TENANT_TRACE_DIR`).
     * further keyword arguments go to the backend (live: `url`, or `serve` and `model`, `out_dir`

@@ -111,7 +111,10 @@ class LLMConfig(Model):
     @model_validator(mode="after")
     def _whole(self) -> LLMConfig:
         if self.base_url is None and self.replay is None:
-            raise ValueError("base_url is missing: an agent needs an endpoint, or a replay")
+            raise ValueError(
+                "base_url is missing: an agent needs an endpoint (--base-url), or the answers of "
+                "an earlier run (--replay)"
+            )
         if self.base_url is not None:
             url = urlsplit(self.base_url)
             if url.scheme not in ("http", "https") or not url.hostname:
@@ -172,6 +175,11 @@ def load_agent(text: str) -> AgentSource:
     beside = None if source in packaged_names("agents") else Path(source).parent
     if not isinstance(values, dict):
         raise ValueError(f"llm {source}: expected a mapping of keys such as model and base_url")
+    if "model" not in values | given:
+        raise ValueError(
+            f"llm {source}: model: missing; accepted is the name that the endpoint knows, from "
+            "--model or in the configuration"
+        )
     try:
         config = LLMConfig.model_validate(values | given)
     except ValidationError as error:

@@ -95,8 +95,8 @@ def find_trace(file: str | Path, trace_dir: str | Path | None = None) -> Path:
         raise TraceError(
             file,
             None,
-            f"not found: there is no file {path}; name its folder with --trace-dir or the "
-            f"environment variable {TRACE_DIR_VARIABLE}",
+            f"not found: there is no file {path}; name its folder with --trace-dir (in "
+            f"Python trace_dir=...) or the environment variable {TRACE_DIR_VARIABLE}",
         )
     return path
 

@@ -85,6 +85,23 @@ def test_prompts_that_wait_inside_the_engine_are_harm() -> None:
     assert judged.see(cluster_num_requests_waiting=2)[1] == 8
 
 
+def test_while_the_others_are_quiet_what_is_past_does_no_harm() -> None:
+    late = {"ttft_p99_s": (1.5, 10.0), "queued": (0, 9), "in_flight": (64, 8)}
+    judged = Judged(gpu_share=1e6)
+    for _ in range(120):
+        judged.see(queued=(0, 9), in_flight=(64, 8))
+    mean = 64 * (1 - np.exp(-120 / 60))
+    # 0.4 of the mean backlog: the same percentile is harm above it and past below it
+    assert judged.see(**late | {"in_flight": (np.ceil(0.4 * mean) + 1, 8)})[1] < 8
+    caps = judged.judge.caps.copy()
+    quiet = judged.see(**late | {"in_flight": (np.floor(0.4 * mean) - 1, 8)})
+    assert not judged.judge.harm[1]
+    assert quiet[1] == pytest.approx(caps[1] + 2 * 0.4)
+    # the engine's own queue is no memory
+    judged.see(**late | {"in_flight": (1, 8), "cluster_num_requests_waiting": 40})
+    assert judged.judge.harm[1]
+
+
 def test_headroom_is_filled_with_as_much_prompt_work() -> None:
     judged = Judged(gpu_share=1e6)
     caps = judged.see(ttft_p99_s=(0.2, 10.0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from missing_extra import run_without
 from test_env import short
 
 from vllm_tenant_tuning.agents import make_policy
@@ -14,7 +15,7 @@ from vllm_tenant_tuning.backends import Outcome
 from vllm_tenant_tuning.baselines import evaluate as module
 from vllm_tenant_tuning.baselines.best_static import find_best_static
 from vllm_tenant_tuning.baselines.cli import main
-from vllm_tenant_tuning.baselines.command_line import parse_seeds
+from vllm_tenant_tuning.baselines.command_line import explain_missing, parse_seeds
 from vllm_tenant_tuning.baselines.episode import make_env, play
 from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE, evaluate
 from vllm_tenant_tuning.baselines.records import read_records
@@ -195,3 +196,23 @@ def test_the_command_writes_records_and_a_report(
     assert "seeds: got '0:2000'" in capsys.readouterr().err
     assert main(["evaluate", "--scenario", "nowhere", "--out", str(tmp_path)]) == 2
     assert "neither a packaged scenario" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["evaluate", "--policies", "static", "--out", "new"], ["study", "--seeds", "1"]],
+)
+def test_where_a_library_is_missing_the_message_names_its_extra(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    arguments = [str(tmp_path / word) if word == "new" else word for word in arguments]
+    process = run_without("rich", arguments)
+    assert process.returncode == 2
+    assert "pip install 'vllm-tenant-tuning[report]'" in process.stderr
+    assert len(process.stderr.splitlines()) == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", [None, "nowhere", "sub.nowhere", "numpy"])
+def test_a_library_of_no_extra_is_named_as_it_is(name: str | None) -> None:
+    assert explain_missing(ImportError("not there", name=name)) == "not there"

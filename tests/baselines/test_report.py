@@ -17,6 +17,8 @@ from rich.console import Console
 from synthetic import record
 
 from vllm_tenant_tuning import load_scenario
+from vllm_tenant_tuning.agents.llm import Failure
+from vllm_tenant_tuning.baselines.comparison import decision_warnings, decisions_table
 from vllm_tenant_tuning.baselines.metrics import TESTED
 from vllm_tenant_tuning.baselines.plots import (
     difference_plot,
@@ -261,3 +263,53 @@ def test_in_a_browser_nothing_overflows_and_nothing_runs(tmp_path: Path, width: 
     assert seen["title"] == HOSTILE
     assert seen["overflow"] == 0
     assert seen["figures"] == 4
+
+
+def asked(policy: str, seed: int, held: int, failures: dict[str, int]) -> EpisodeRecord:
+    """An LLM's episode of 40 decisions."""
+    decisions = {
+        "model": "m",
+        "decisions": 40,
+        "answered": 40 - held,
+        "held": held,
+        "applied": 40 - held,
+        "attempts": 40 + sum(failures.values()),
+        "retries": sum(failures.values()),
+        "failures": failures,
+        "prompt_tokens": 1_234_567,
+        "completion_tokens": 12_345,
+        "unreported": 0,
+        "cost_usd": None,
+        "latency_p50_s": 0.5,
+        "latency_p95_s": 0.6,
+        "latency_p99_s": 0.7,
+        "latency_max_s": 0.8,
+    }
+    return record(policy, seed, decisions=decisions)
+
+
+def test_every_kind_of_failure_is_read_in_a_terminal_of_80_columns() -> None:
+    kinds = {str(kind): 10 + i for i, kind in enumerate(Failure)}
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(decisions_table([asked("llm:some-org/some-model-[8b]", 0, 7, kinds)]))
+    shown = " ".join(console.export_text().replace("│", " ").split())
+    assert "…" not in shown
+    assert "7 of 40" in shown
+    assert "0.500" in shown
+    assert "0.800" in shown
+    assert "longest" in shown
+    for kind in kinds:
+        assert kind in shown
+
+
+def test_an_llm_that_mostly_held_is_named_below_the_table() -> None:
+    made = [record("static", 0)]
+    made += [asked("llm:fine", seed, 3, {"timeout": 3}) for seed in (0, 1)]  # 6 of 80
+    made += [asked("llm:tenth", 0, 8, {"timeout": 8}), asked("llm:tenth", 1, 0, {})]
+    made += [asked("llm:mute", 0, 40, {"connection": 60, "timeout": 10})]
+    lines = decision_warnings(made)
+    assert [line.split(" decisions")[0] for line in lines] == [
+        "llm:tenth: 8 of 80",
+        "llm:mute: 40 of 40",
+    ]
+    assert "(connection 60, timeout 10)" in lines[1]

@@ -27,8 +27,9 @@ from test_env import short
 from vllm_tenant_tuning import ScenarioFamily, load_scenario
 from vllm_tenant_tuning.agents.rl import ALGORITHMS, ModelPolicy, algorithm_class
 from vllm_tenant_tuning.baselines import training
+from vllm_tenant_tuning.baselines.cli import main as cli_main
 from vllm_tenant_tuning.baselines.episode import make_env, play
-from vllm_tenant_tuning.baselines.evaluate import EVALUATION_SEEDS
+from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE, EVALUATION_SEEDS
 from vllm_tenant_tuning.baselines.training import (
     TrainingRun,
     first_training_seed,
@@ -346,6 +347,22 @@ def test_a_model_of_stacked_observations_sees_what_vec_frame_stack_gives(
     assert play(env, policy, 3)[0].return_ == play(env, ModelPolicy(made.model_path), 3)[0].return_
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_policy_may_begin_by_holding(algorithm: str, tmp_path: Path) -> None:
+    """The probabilities after next to no learning, against the softmax written out."""
+    scenario = short("cpu_chat_batch", 40.0)  # two tenants, steps of up to 2
+    beginning = small(algorithm, hold_bias=0.7, learning_rate=1e-9, total_timesteps=ROLLOUT)
+    made = train(scenario, algorithm, training=beginning, run_dir=tmp_path / "run")
+    model = algorithm_class(algorithm).load(made.model_path, device="cpu")
+    hidden = torch.randn(1, model.policy.mlp_extractor.latent_dim_pi)
+    logits = model.policy.action_net(torch.tanh(hidden)).detach().numpy().reshape(2, 5)
+    expected = np.exp([-1.4, -0.7, 0.0, -0.7, -1.4])
+    found = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(found, [expected / expected.sum()] * 2, rtol=0.15)
+    with pytest.raises(ValueError, match="hold_bias: got -1"):
+        small(hold_bias=-1)
+
+
 def test_a_family_is_trained_on_and_its_model_plays_each_member(tmp_path: Path) -> None:
     family = short("reserved_loads", 60.0)
     assert isinstance(family, ScenarioFamily)
@@ -387,6 +404,17 @@ def test_a_model_without_normalisation_gets_observations_as_they_are(tmp_path: P
     observation = np.full(29, 5.0, np.float32)
     expected = model.predict(observation, deterministic=True)[0]
     np.testing.assert_array_equal(policy.act(observation, {}), expected)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_played(
+    runs: dict[str, TrainingRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--scenario", "h200_long_context", "--seeds", "0:2", "--workers", "1"]
+    policies = f"static,model:{runs['ppo'].run_dir}"
+    out = tmp_path / "out"
+    assert cli_main(["evaluate", *arguments, "--policies", policies, "--out", str(out)]) == 2
+    assert "trained on observations of shape" in capsys.readouterr().err
+    assert not (out / EPISODES_FILE).exists()
 
 
 def test_models_that_do_not_fit_or_cannot_be_read_are_refused(

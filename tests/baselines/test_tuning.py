@@ -85,6 +85,7 @@ def test_proposals_are_hyperparameters_that_are_accepted(algorithm: str) -> None
         "gae_lambda",
         "clip_range",
         "ent_coef",
+        "hold_bias",
         "net_arch",
         "lstm_hidden_size" if algorithm == "recurrent-ppo" else "n_stack",
     }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("aiohttp")
+pytest.importorskip("moviepy")
 pytest.importorskip("openai")
 pytest.importorskip("sb3_contrib")
 pytest.importorskip("statsmodels")
@@ -45,7 +46,7 @@ def checkout(folder: Path) -> Path:
 
 
 def test_train_an_agent(tmp_path: Path) -> None:
-    assert play(DOCS / "tutorials" / "train_an_agent.md", tmp_path) == 7
+    assert play(DOCS / "tutorials" / "train_an_agent.md", tmp_path) == 8
     for run in ("reserved", "sweep", "compared"):
         assert (tmp_path / "runs" / run / "table.md").is_file()
     assert len(list((tmp_path / "runs" / "sweep").glob("seed-*/model.zip"))) == 2
