@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from vllm_tenant_tuning.baselines import interactive_plots as plots
 from vllm_tenant_tuning.baselines.benchmark import read_suite_records
+from vllm_tenant_tuning.baselines.benchmark_answer import answer_sentences, answer_table
 from vllm_tenant_tuning.baselines.benchmark_tables import (
     Table,
     ablation_tables,
@@ -69,6 +70,7 @@ class Section:
     paragraphs: Sequence[str] = ()
     tables: Sequence[Table] = ()
     drawings: Sequence[Drawing] = ()
+    points: Sequence[str] = ()
 
 
 def write_benchmark(out_dir: Path, markdown: Path | None = None) -> list[Path]:
@@ -98,6 +100,11 @@ def write_benchmark(out_dir: Path, markdown: Path | None = None) -> list[Path]:
             "benchmark that has played some"
         )
     sections = [
+        Section(
+            "Answer",
+            points=answer_sentences(suite, results),
+            tables=[answer_table(suite, results)],
+        ),
         *_over_all(suite, results),
         *_ablations(suite, ablation_results(suite, recorded), results),
         *(_scenario(suite, result) for result in results),
@@ -284,6 +291,8 @@ def _markdown(
     for section in sections:
         parts.append(f"## {markdown_text(section.title)}")
         parts += map(markdown_text, section.paragraphs)
+        if section.points:
+            parts.append("\n".join(f"- {markdown_text(line)}" for line in section.points))
         for table in section.tables:
             parts.append(f"**{markdown_text(table.title)}**")
             parts.append(markdown_lines(table.header, table.rows))
