@@ -280,6 +280,18 @@ def test_published_records_may_be_gzipped(played: Path, tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (played / name).read_bytes()
 
 
+def test_the_markdown_links_to_the_published_page(played: Path, tmp_path: Path) -> None:
+    file = tmp_path / "table.md"
+    arguments = ["--report-only", "--markdown", str(file), "--page-url", '../a"b.html']
+    assert main(["benchmark", "--out", str(played), *arguments]) == 0
+    lines = file.read_text().splitlines()
+    (link,) = [line for line in lines if line.startswith("<a ")]
+    assert link.startswith('<a href="../a&#34;b.html">')
+    lines.remove(link)
+    plain = (played / "benchmark.md").read_text().splitlines()
+    assert [line for line in lines if line] == [line for line in plain if line]
+
+
 def test_the_answer_stands_first(played: Path) -> None:
     text = (played / "benchmark.md").read_text()
     assert re.findall(r"^## (.*)$", text, re.M)[0] == "Answer"
