@@ -189,6 +189,8 @@ def play_suite(
 def read_suite_records(out_dir: Path) -> tuple[Suite, list[ScenarioRecords]]:
     """The suite that a folder was played with, and what is recorded of it.
 
+    Where a file of records is missing, its gzipped form is read (`episodes.jsonl.gz`).
+
     Raises:
         ValueError: a folder without a plan, or files that cannot be read.
     """
@@ -200,14 +202,14 @@ def read_suite_records(out_dir: Path) -> tuple[Suite, list[ScenarioRecords]]:
         order = {(p.label, p.digest): i for i, p in enumerate(played.policies)}
         whole = {
             (order[record.policy, record.scenario_digest], record.seed): record
-            for record in read_records(folder / EPISODES_FILE)
+            for record in read_records(_published(folder / EPISODES_FILE))
             if record.is_whole
             and record.seed in seeds
             and (record.policy, record.scenario_digest) in order
         }
         traces = {
             trace.policy: trace
-            for trace in read_lines(folder / TRACES_FILE, DecisionTrace)
+            for trace in read_lines(_published(folder / TRACES_FILE), DecisionTrace)
             if trace.seed == plan.suite.trace_seed
             and (trace.policy, trace.scenario_digest) in order
         }
@@ -253,6 +255,11 @@ def _trained_model(scenario: Scenario, models_dir: Path) -> Contender | None:
     policy = make_policy(f"model:{folder}")
     policy.reset(scenario, 0)  # refuses another scenario's observations
     return Contender(f"{MODEL}:{policy.name}", f"model:{folder}")
+
+
+def _published(path: Path) -> Path:
+    """The file of records, or its gzipped form where only that is there."""
+    return path if path.exists() else path.with_name(f"{path.name}.gz")
 
 
 def _read_plan(out_dir: Path) -> Plan:

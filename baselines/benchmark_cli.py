@@ -36,6 +36,9 @@ def add_benchmark(commands: Any) -> None:
         "--markdown", metavar="FILE", help="tables as Markdown (default: in the folder of --out)"
     )
     parser.add_argument(
+        "--page-url", metavar="URL", help="of the published page, for a link in the Markdown"
+    )
+    parser.add_argument(
         "--report-only", action="store_true", help="from the records of --out, without playing"
     )
     parser.set_defaults(run=_benchmark)
@@ -60,6 +63,7 @@ def _benchmark(options: argparse.Namespace) -> int:
         play_suite(
             suite, out_dir, models_dir=Path(options.models or _MODELS), workers=options.workers
         )
-    for file in write_benchmark(out_dir, Path(options.markdown) if options.markdown else None):
+    markdown = Path(options.markdown) if options.markdown else None
+    for file in write_benchmark(out_dir, markdown, options.page_url):
         print(file)
     return 0

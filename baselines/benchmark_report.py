@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from vllm_tenant_tuning.baselines import interactive_plots as plots
 from vllm_tenant_tuning.baselines.benchmark import read_suite_records
+from vllm_tenant_tuning.baselines.benchmark_answer import answer_sentences, answer_table
 from vllm_tenant_tuning.baselines.benchmark_tables import (
     Table,
     ablation_tables,
@@ -69,9 +70,12 @@ class Section:
     paragraphs: Sequence[str] = ()
     tables: Sequence[Table] = ()
     drawings: Sequence[Drawing] = ()
+    points: Sequence[str] = ()
 
 
-def write_benchmark(out_dir: Path, markdown: Path | None = None) -> list[Path]:
+def write_benchmark(
+    out_dir: Path, markdown: Path | None = None, page_url: str | None = None
+) -> list[Path]:
     """Write the page and the Markdown of what a folder's records say.
 
     The same records give the same bytes.
@@ -79,6 +83,8 @@ def write_benchmark(out_dir: Path, markdown: Path | None = None) -> list[Path]:
     Args:
         out_dir: of the records; `PAGE_FILE` goes there too.
         markdown: where the Markdown goes; None for `MARKDOWN_FILE` in `out_dir`.
+        page_url: where the page is published, absolute or from the Markdown's page; None for no
+            link to it.
 
     Returns:
         The files.
@@ -98,6 +104,11 @@ def write_benchmark(out_dir: Path, markdown: Path | None = None) -> list[Path]:
             "benchmark that has played some"
         )
     sections = [
+        Section(
+            "Answer",
+            points=answer_sentences(suite, results),
+            tables=[answer_table(suite, results)],
+        ),
         *_over_all(suite, results),
         *_ablations(suite, ablation_results(suite, recorded), results),
         *(_scenario(suite, result) for result in results),
@@ -127,7 +138,8 @@ def write_benchmark(out_dir: Path, markdown: Path | None = None) -> list[Path]:
     files = [out_dir / PAGE_FILE, markdown or out_dir / MARKDOWN_FILE]
     files[1].parent.mkdir(parents=True, exist_ok=True)
     files[0].write_text(page, encoding="utf-8")
-    files[1].write_text(_markdown(title, head, missing, sections), encoding="utf-8")
+    text = _markdown(title, head, missing, sections, page_url)
+    files[1].write_text(text, encoding="utf-8")
     return files
 
 
@@ -276,14 +288,22 @@ def _meaning(suite: Suite, results: Sequence[ScenarioResult]) -> Section:
 
 
 def _markdown(
-    title: str, head: Sequence[str], missing: Sequence[str], sections: Sequence[Section]
+    title: str,
+    head: Sequence[str],
+    missing: Sequence[str],
+    sections: Sequence[Section],
+    page_url: str | None,
 ) -> str:
     parts = [f"# {markdown_text(title)}", *map(markdown_text, head)]
+    if page_url is not None:  # as HTML: Sphinx looks for no file of its own behind it
+        parts.append(f'<a href="{escape(page_url)}">The same with interactive figures</a>')
     if missing:
         parts.append("\n".join(f"- {markdown_text(line)}" for line in missing))
     for section in sections:
         parts.append(f"## {markdown_text(section.title)}")
         parts += map(markdown_text, section.paragraphs)
+        if section.points:
+            parts.append("\n".join(f"- {markdown_text(line)}" for line in section.points))
         for table in section.tables:
             parts.append(f"**{markdown_text(table.title)}**")
             parts.append(markdown_lines(table.header, table.rows))

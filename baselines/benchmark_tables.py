@@ -188,13 +188,14 @@ def difference_cell(found: Difference | None) -> str:
     """A paired difference with its interval, mark and corrected p."""
     if found is None or found.mean is None:
         return "none"
-    text = _signed(found.mean)
+    text = signed(found.mean)
     if found.interval is not None:
-        text += f" [{_signed(found.interval[0])}, {_signed(found.interval[1])}]"
+        text += f" [{signed(found.interval[0])}, {signed(found.interval[1])}]"
     if found.p_holm is not None:
         text += f" {MARKS[found.verdict]} p {found.p_holm:.2g}"
     return text
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """A number with its sign."""
     return f"{'+' if value > 0 else ''}{number(value)}"

@@ -31,6 +31,9 @@ from vllm_tenant_tuning.scenario import Scenario
 MAX_BINS = 120
 """Points of a line of a decision trace."""
 
+MAX_REASONS = 3
+"""Moves of a tenant that one point of a decision trace explains."""
+
 _VERDICT_COLOURS: dict[Verdict, str] = {
     "better": COLOURS[0],
     "worse": COLOURS[1],
@@ -328,9 +331,16 @@ def _binned(trace: DecisionTrace, slo_s: FloatArray) -> dict[str, FloatArray]:
 
 def _reasons(trace: DecisionTrace, ends_s: FloatArray, scenario: Scenario) -> list[list[str]]:
     """By tenant, for each bin what its moves were and why."""
-    told = [[""] * ends_s.size for _ in scenario.tenant_names]
+    told: list[list[list[str]]] = [[[] for _ in ends_s] for _ in scenario.tenant_names]
     for move in trace.moves:
         tenant = scenario.tenant_names.index(move.tenant)
         k = int(np.searchsorted(ends_s, move.time_s, side="right"))
-        told[tenant][k] += f"<br>{move.change:+d} at {move.time_s:g} s: {plain(move.reason)}"
-    return told
+        told[tenant][k].append(f"<br>{move.change:+d} at {move.time_s:g} s: {plain(move.reason)}")
+    return [
+        [
+            "".join(lines[:MAX_REASONS])
+            + (f"<br>and {len(lines) - MAX_REASONS} more" if len(lines) > MAX_REASONS else "")
+            for lines in tenant_lines
+        ]
+        for tenant_lines in told
+    ]

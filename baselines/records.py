@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
@@ -236,7 +237,7 @@ def read_records(path: Path) -> list[EpisodeRecord]:
 
 
 def read_lines(path: Path, model: type[M]) -> list[M]:
-    """All records of a file, oldest first; none if there is no file.
+    """All records of a file, oldest first; none if there is no file. `.gz` is decompressed.
 
     Lines that are not whole JSON, as a crash leaves them, are passed over with a warning in the
     log: their episodes count as not played.
@@ -247,16 +248,19 @@ def read_lines(path: Path, model: type[M]) -> list[M]:
     records = []
     if not path.exists():
         return []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
+    for number, line in enumerate(content.splitlines(), start=1):
         try:
-            content = json.loads(line)
+            fields = json.loads(line)
         except (ValueError, RecursionError):  # torn: JSON or UTF-8 that stops in the middle
             _logger.warning(
                 "%s, line %d: torn, ignored; its episode counts as not played", path, number
             )
             continue
         try:
-            records.append(model.model_validate(content))
+            records.append(model.model_validate(fields))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = ".".join(map(str, first["loc"])) or "line"

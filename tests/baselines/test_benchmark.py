@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import re
@@ -12,7 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 import yaml
-from browser import WIDTHS, look
+from browser import look
 from scipy import stats
 from test_env import short
 from test_report import Page
@@ -268,6 +269,42 @@ def test_report_only_gives_the_same_bytes(played: Path, tmp_path: Path) -> None:
     assert (played / "study" / "episodes.jsonl").read_bytes() == raw_before
 
 
+def test_published_records_may_be_gzipped(played: Path, tmp_path: Path) -> None:
+    (tmp_path / "benchmark.json").write_bytes((played / "benchmark.json").read_bytes())
+    for file in played.glob("*/*.jsonl"):
+        packed = tmp_path / file.parent.name / f"{file.name}.gz"
+        packed.parent.mkdir(exist_ok=True)
+        packed.write_bytes(gzip.compress(file.read_bytes()))
+    assert main(["benchmark", "--out", str(tmp_path), "--report-only"]) == 0
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (played / name).read_bytes()
+
+
+def test_the_markdown_links_to_the_published_page(played: Path, tmp_path: Path) -> None:
+    file = tmp_path / "table.md"
+    arguments = ["--report-only", "--markdown", str(file), "--page-url", '../a"b.html']
+    assert main(["benchmark", "--out", str(played), *arguments]) == 0
+    lines = file.read_text().splitlines()
+    (link,) = [line for line in lines if line.startswith("<a ")]
+    assert link.startswith('<a href="../a&#34;b.html">')
+    lines.remove(link)
+    plain = (played / "benchmark.md").read_text().splitlines()
+    assert [line for line in lines if line] == [line for line in plain if line]
+
+
+def test_the_answer_stands_first(played: Path) -> None:
+    text = (played / "benchmark.md").read_text()
+    assert re.findall(r"^## (.*)$", text, re.M)[0] == "Answer"
+    page = (played / "benchmark.html").read_text()
+    assert page.index(">Answer</h2>") < page.index(">Against the best static caps</h2>")
+    found = raw(played, "premium_burst")
+    (best,) = [policy for policy in found if policy.startswith("best_static:")]
+    cell = table(played, "Answer", "Return")["naive"][0]
+    ours, theirs = (values(found[policy], "return_").mean() for policy in ("naive", best))
+    said = float(re.search(r"([+-][\d.]+) %$", cell)[1])  # type: ignore[index]
+    assert said == pytest.approx(100 * (ours - theirs) / abs(theirs), rel=6e-3)
+
+
 def test_an_interruption_keeps_everything(
     played: Path,
     tmp_path: Path,
@@ -345,7 +382,7 @@ def test_figures_draw_the_numbers(played: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [390, 1440])
 def test_in_a_browser_every_plot_is_drawn_and_nothing_overflows(
     played: Path, tmp_path: Path, width: int
 ) -> None:
