@@ -63,6 +63,7 @@ def answer_sentences(suite: Suite, results: Sequence[ScenarioResult]) -> list[st
         f"than the best static caps, {counts['worse']} worse, {counts['mixed']} mixed and "
         f"{counts['not significant']} no different."
     ]
+    sentences += _standing(results, texts)
     without = []
     for result in results:
         lines = [line for metric in WON if (line := _wins(result, texts, metric))]
@@ -75,6 +76,22 @@ def answer_sentences(suite: Suite, results: Sequence[ScenarioResult]) -> list[st
             f"{', '.join(without)}."
         )
     return sentences
+
+
+def _standing(results: Sequence[ScenarioResult], texts: Sequence[str]) -> list[str]:
+    """In how many scenarios the return of each policy is better and worse, the best first."""
+    standing = []
+    for text in texts:
+        found = (_difference(result, text, "return_") for result in results)
+        counts = Counter(
+            one.verdict for one in found if one is not None and one.p_value is not None
+        )
+        if counts["better"]:
+            line = f"{text} (better in {counts['better']}, worse in {counts['worse']})"
+            standing.append((-counts["better"], counts["worse"], line))
+    standing.sort(key=lambda one: one[:2])
+    names = ", ".join(line for *_, line in standing)
+    return [f"Policies whose return is better in at least one scenario: {names or 'none'}."]
 
 
 def _wins(result: ScenarioResult, texts: Sequence[str], metric: str) -> str:

@@ -72,9 +72,13 @@ def test_the_matrix_says_verdict_and_relative_difference(results: list[ScenarioR
 
 
 def test_sentences_name_who_wins_where_and_at_what_price(results: list[ScenarioResult]) -> None:
-    first, won, none = answer_sentences(SUITE, results)
+    first, standing, won, none = answer_sentences(SUITE, results)
     assert "of 8 pairs" in first
     assert "2 are better than the best static caps, 1 worse, 0 mixed and 5 no different" in first
+    assert standing.endswith(
+        "in at least one scenario: robust (better in 1, worse in 0), "
+        "naive (better in 1, worse in 0)."
+    )
     assert won.startswith("study: better in goodput, req/s without a worse p99 latency: robust")
     assert "naive" not in won  # its p99 latency is worse
     assert re.search(r"robust \+0\.200 \[\+0\.200, \+0\.200\], \+20\.\d %;", won)

@@ -64,3 +64,16 @@ def test_the_matrix_is_what_the_records_say(scenario: str) -> None:
             assert (mean > 0) == (verdict == "better"), policy
         if verdict == "no different":
             assert abs(mean) < 4 * error or error == 0, policy
+
+
+def test_the_readme_tells_what_the_page_tells() -> None:
+    readme = (
+        (ROOT / "README.md").read_text(encoding="utf-8").split("| scenario | robust controller")[1]
+    )
+    rows = [line.strip("| ").split(" | ") for line in readme.split("\n\n")[0].splitlines()[2:]]
+    assert len(rows) == 12
+    for name, *cells in rows:
+        told = matrix()[name.strip("`")]
+        for policy, cell in zip(("robust", "model"), cells, strict=True):
+            verdict, percent = re.fullmatch(r"(\D+) ([+-][\d.]+) %", cell).groups()  # type: ignore[union-attr]
+            assert told[policy] == (verdict, float(percent)), (name, policy)
