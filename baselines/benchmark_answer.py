@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from vllm_tenant_tuning.baselines.benchmark_tables import Table, signed
+from vllm_tenant_tuning.baselines.benchmark_tables import Table
 from vllm_tenant_tuning.baselines.metrics import METRICS
+from vllm_tenant_tuning.baselines.report import signed
 from vllm_tenant_tuning.baselines.statistics import Difference, Verdict
 from vllm_tenant_tuning.baselines.suite import REFERENCE, Suite
 from vllm_tenant_tuning.baselines.suite_statistics import ScenarioResult

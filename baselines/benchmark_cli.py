@@ -57,6 +57,10 @@ def _benchmark(options: argparse.Namespace) -> int:
                     "records say it"
                 )
     else:
+        if options.models is not None and not Path(options.models).is_dir():
+            raise ValueError(
+                f"--models: got '{options.models}'; accepted is a folder of trained models"
+            )
         suite = load_suite(options.suite or _SUITE)
         if options.seeds is not None:
             suite = suite.with_seeds(options.seeds)

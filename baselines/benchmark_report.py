@@ -279,10 +279,10 @@ def _meaning(suite: Suite, results: Sequence[ScenarioResult]) -> Section:
             "where that is not defined). The interquartile mean leaves out the lowest and the "
             "highest quarter of the episodes.",
             *(note.strip() for note in suite.notes),
-            "The raw records are episodes.jsonl and traces.jsonl of each scenario, played by "
-            f"`vllm-tenant-tuning benchmark --suite {suite.name} --seeds {suite.seeds} --out "
-            "DIR`; `vllm-tenant-tuning benchmark --out DIR --report-only` makes the tables and the "
-            f"page with the figures, {PAGE_FILE}, from them again.",
+            "The raw records are episodes.jsonl and traces.jsonl (.gz where they are gzipped) of "
+            f"each scenario, played by `vllm-tenant-tuning benchmark --suite {suite.name} --seeds "
+            f"{suite.seeds} --out DIR`; `vllm-tenant-tuning benchmark --out DIR --report-only` "
+            f"makes the tables and the page with the figures, {PAGE_FILE}, from them again.",
         ],
     )
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from vllm_tenant_tuning.baselines.decision_traces import DecisionTrace
 from vllm_tenant_tuning.baselines.metrics import FAIRNESS, METRICS, TESTED, TOKEN_METRICS
-from vllm_tenant_tuning.baselines.report import MARKS, cell, number
-from vllm_tenant_tuning.baselines.statistics import Difference, Verdict, estimate
+from vllm_tenant_tuning.baselines.report import MARKS, cell, difference_cell, number
+from vllm_tenant_tuning.baselines.statistics import Verdict, estimate
 from vllm_tenant_tuning.baselines.suite import Suite
 from vllm_tenant_tuning.baselines.suite_statistics import (
     AblationResult,
@@ -182,20 +182,3 @@ def ablation_tables(found: Sequence[AblationResult]) -> list[Table]:
             differences,
         ),
     ]
-
-
-def difference_cell(found: Difference | None) -> str:
-    """A paired difference with its interval, mark and corrected p."""
-    if found is None or found.mean is None:
-        return "none"
-    text = signed(found.mean)
-    if found.interval is not None:
-        text += f" [{signed(found.interval[0])}, {signed(found.interval[1])}]"
-    if found.p_holm is not None:
-        text += f" {MARKS[found.verdict]} p {found.p_holm:.2g}"
-    return text
-
-
-def signed(value: float) -> str:
-    """A number with its sign."""
-    return f"{'+' if value > 0 else ''}{number(value)}"

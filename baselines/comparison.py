@@ -27,7 +27,7 @@ from vllm_tenant_tuning.baselines.episode import Trajectory
 from vllm_tenant_tuning.baselines.evaluate import Contender, evaluate, resolve, trajectories
 from vllm_tenant_tuning.baselines.live import RAW_FOLDER, recorded_trajectories, split_results
 from vllm_tenant_tuning.baselines.records import DecisionRecord, EpisodeRecord
-from vllm_tenant_tuning.baselines.report import rich_table, write_report
+from vllm_tenant_tuning.baselines.report import cell, difference_cell, rich_table, write_report
 from vllm_tenant_tuning.baselines.statistics import Summary
 from vllm_tenant_tuning.baselines.study import ABLATION, METRICS, PUBLISHED
 from vllm_tenant_tuning.scenario import Scenario
@@ -228,27 +228,16 @@ def print_members(summaries: Mapping[str, Summary]) -> None:
         table.add_column(column, justify="right" if column == "return" else "left")
     for member, summary in summaries.items():
         for policy in summary.policies:
-            found = summary.estimate(policy, "return_")
             difference = summary.difference(policy, "return_")
-            table.add_row(
-                member,
-                escape(policy),
-                _with_interval(found.mean, found.mean_interval),
-                escape(f"({summary.reference})")
-                if difference is None
-                else _with_interval(difference.mean, difference.interval),
-                "" if difference is None else difference.verdict,
+            cells = (
+                policy,
+                cell(summary.estimate(policy, "return_"), None),
+                f"({summary.reference})" if difference is None else difference_cell(difference),
             )
+            verdict = "" if difference is None else difference.verdict
+            table.add_row(member, *map(escape, cells), verdict)
         table.add_section()
     Console().print(table)
-
-
-def _with_interval(mean: float | None, interval: tuple[float, float] | None) -> str:
-    if mean is None:
-        return "none"
-    if interval is None:
-        return f"{mean:.4g}"
-    return escape(f"{mean:.4g} [{interval[0]:.4g}, {interval[1]:.4g}]")
 
 
 def decisions_table(records: Sequence[EpisodeRecord]) -> Table:

@@ -182,6 +182,18 @@ def cell(estimate: Estimate, difference: Difference | None, separator: str = " "
     return text
 
 
+def difference_cell(found: Difference | None) -> str:
+    """A paired difference with its interval, mark and corrected p."""
+    if found is None or found.mean is None:
+        return "none"
+    text = signed(found.mean)
+    if found.interval is not None:
+        text += f" [{signed(found.interval[0])}, {signed(found.interval[1])}]"
+    if found.p_holm is not None:
+        text += f" {MARKS[found.verdict]} p {found.p_holm:.2g}"
+    return text
+
+
 def legend(summary: Summary) -> str:
     """What cells and their marks mean."""
     return (
@@ -198,6 +210,11 @@ def number(value: float) -> str:
         return "0"
     digits = max(0, 2 - int(np.floor(np.log10(abs(value)))))
     return f"{value:.{min(digits, 4)}f}"
+
+
+def signed(value: float) -> str:
+    """A number with its sign."""
+    return f"{'+' if value > 0 else ''}{number(value)}"
 
 
 def _tenant_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -80,9 +80,11 @@ class Suite(Model):
     ablations: tuple[Ablation, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @field_validator("seeds")
+    @field_validator("seeds", mode="before")
     @classmethod
-    def _seeds_are_a_range(cls, text: str) -> str:
+    def _seeds_are_a_range(cls, text: Any) -> Any:
+        if not isinstance(text, str):  # YAML takes 1:4 for the number 64
+            raise ValueError(f"got {text!r}; accepted is A:B in quotation marks, such as '0:100'")
         parse_seeds(text)
         return text
 

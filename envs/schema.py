@@ -161,5 +161,6 @@ def explain_error(item: Any) -> str:
     message = str(item["msg"]).removeprefix("Value error, ")
     value = item["ctx"]["tag"] if item["type"] == "union_tag_invalid" else item["input"]
     if isinstance(value, dict | list | tuple) or item["type"] == "value_error":
-        return f"{path}: {message}" if path else message
+        named = not path or message.startswith(f"{path}: ")
+        return message if named else f"{path}: {message}"
     return f"{path}: got {value!r}; {message}"

@@ -60,7 +60,9 @@ def write_suite(folder: Path, **changes: Any) -> Path:
 
 def benchmark(suite: Path, out_dir: Path, *further: str) -> int:
     arguments = ["--suite", str(suite), "--out", str(out_dir), "--workers", "1"]
-    return main(["benchmark", *arguments, "--models", str(out_dir / "none"), *further])
+    models = suite.parent / "models"
+    models.mkdir(exist_ok=True)
+    return main(["benchmark", *arguments, "--models", str(models), *further])
 
 
 @pytest.fixture(scope="module")
@@ -443,6 +445,7 @@ def test_a_suite_that_cannot_be_played_whole_is_not_begun(
         (["--seeds", "5:2"], "seeds: got '5:2'"),
         (["--suite", "none"], "suite: 'none' is neither a packaged suite (default) nor a file"),
         (["--workers", "0"], "--workers: got 0"),
+        (["--models", "nowhere"], "--models: got 'nowhere'; accepted is a folder"),
     ],
 )
 def test_what_is_refused_is_one_line(
