@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,15 @@ from vllm_tenant_tuning.baselines.training import train
 from vllm_tenant_tuning.baselines.training_config import (
     TrainingConfig,
     TrainingConfigError,
+    load_config,
     load_training_config,
     tuned_config_file,
 )
 from vllm_tenant_tuning.baselines.tuning import Tuning, confirmation_seeds, trial_seeds, tune
 from vllm_tenant_tuning.vector import VLLMTenantTuningVectorEnv
 
+ROOT = Path(__file__).parents[2]
+TUNED = ROOT / "configs" / "training" / "tuned"
 SCENARIO = short("reserved", 60.0)
 ROLLOUT = 4 * 32
 SIZES: dict[str, Any] = {"n_envs": 4, "n_steps": 32, "batch_size": 32, "n_epochs": 3}
@@ -396,6 +400,30 @@ def test_training_takes_tuned_hyperparameters_where_they_are_packaged(
     command = ["--tuned", "--scenario", "study", "--timesteps", "128", "--out", "run"]
     assert training.main(command) == 0
     assert training.load_run(Path("run")).config.training.gamma == 0.5
+
+
+@pytest.mark.parametrize("name", ["ppo-reserved.yaml"])
+def test_what_is_packaged_was_tried_and_chosen_as_its_head_says(name: str, tmp_path: Path) -> None:
+    algorithm, _, scenario = name.removesuffix(".yaml").rpartition("-")
+    packaged = load_training_config(algorithm, scenario, tuned_config_file(algorithm, scenario))
+    head = (TUNED / name).read_text(encoding="utf-8").partition("default:")[0]
+    folder = tmp_path / "search"  # a journal is locked beside it
+    shutil.copytree(ROOT / "baselines" / "results" / "tuning" / scenario, folder)
+    begun_with = load_config(tuning.TuningConfig, folder / "tuning.yaml").training
+    study = study_of(folder)
+    ended = [trial for trial in study.trials if trial.state.is_finished()]
+    assert f"# {len(ended)} trials, " in head
+    returns = {
+        label: [float(value) for value in values.split(", ")]
+        for label, values in re.findall(r"#     ([a-z0-9 ]+): [\d.]+ \(([\d., ]+)\)", head)
+    }
+    best = max(returns, key=lambda label: np.mean(returns[label]))
+    assert re.search(rf"#     {best}: .*, chosen$", head, re.MULTILINE)
+    if best == "begun with":
+        assert packaged == begun_with
+    else:
+        chosen = study.trials[int(best.removeprefix("trial "))]
+        assert packaged == tuning.suggest(optuna.trial.FixedTrial(chosen.params), begun_with)
 
 
 def test_without_the_extra_one_message_names_it(tmp_path: Path) -> None:
