@@ -95,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         "--policies",
         default=None,
         metavar="A,B,...",
-        help="comma-separated: best_static, or what `policies` lists (default: all rules)",
+        help="comma-separated: best_static, or what `policies` lists (default: "
+        "static caps and the study's rules)",
     )
     evaluate.add_argument(
         "--scenario", default="study", metavar="NAME|FILE", help="default: %(default)s"

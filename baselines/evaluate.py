@@ -218,10 +218,8 @@ def digest(
     """
     content = hashlib.sha256(scenario.model_dump_json().encode())
     content.update(f"\n{policy_text}\n{trace_dir}{conditions}".encode())
-    if policy_text.startswith("model:"):
-        model = Path(policy_text.removeprefix("model:"))
-        file = model / "model.zip" if model.is_dir() else model
-        content.update(file.read_bytes())
+    for data in _model_files(policy_text).content.values():
+        content.update(data)
     if policy_text.partition(":")[0] == "llm":
         content.update(agent_content(policy_text))
     return content.hexdigest()[:12]
@@ -243,14 +241,13 @@ def trajectories(
         trace_dir: the folder of the trace files.
         out_dir: where `evaluate` has kept the transcripts of LLMs; they are replayed.
     """
-    env = make_env(scenario, trace_dir=trace_dir)
     shown = {}
-    for contender in contenders:
-        policy = make_policy(contender.text)
-        if isinstance(policy, TranscribedPolicy):
-            policy.replay_from(_transcripts(Path(out_dir), contender))
-        shown[contender.label] = play(env, policy, seed)[1]
-    env.close()
+    with closing(make_env(scenario, trace_dir=trace_dir)) as env:
+        for contender in contenders:
+            policy = make_policy(contender.text)
+            if isinstance(policy, TranscribedPolicy):
+                policy.replay_from(_transcripts(Path(out_dir), contender))
+            shown[contender.label] = play(env, policy, seed)[1]
     return shown
 
 
@@ -315,18 +312,16 @@ def play_task(env: Env, task: Task) -> list[EpisodeRecord]:
         policy.record_to(_transcripts(task.out_dir, contender))
         if backend != "sim":
             policy.run_in_real_time()
-    records = []
-    for seed in task.seeds:
-        record, _ = play(env, policy, seed)
-        update: Mapping[str, Any] = {
-            "policy": contender.label,
-            "scenario_digest": task.scenario_digest,
-            "backend": backend,
-        }
-        records.append(record.model_copy(update=update))
-    if isinstance(policy, TranscribedPolicy):
-        policy.close()
-    return records
+    update: Mapping[str, Any] = {
+        "policy": contender.label,
+        "scenario_digest": task.scenario_digest,
+        "backend": backend,
+    }
+    try:
+        return [play(env, policy, seed)[0].model_copy(update=update) for seed in task.seeds]
+    finally:
+        if isinstance(policy, TranscribedPolicy):
+            policy.close()
 
 
 def _with_files(tasks: Sequence[Task]) -> list[tuple[Task, Files, Files]]:

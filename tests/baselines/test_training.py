@@ -29,7 +29,7 @@ from vllm_tenant_tuning.agents.rl import ALGORITHMS, ModelPolicy, algorithm_clas
 from vllm_tenant_tuning.baselines import training
 from vllm_tenant_tuning.baselines.cli import main as cli_main
 from vllm_tenant_tuning.baselines.episode import make_env, play
-from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE, EVALUATION_SEEDS
+from vllm_tenant_tuning.baselines.evaluate import EPISODES_FILE, EVALUATION_SEEDS, digest
 from vllm_tenant_tuning.baselines.training import (
     TrainingRun,
     first_training_seed,
@@ -441,6 +441,19 @@ def test_models_that_do_not_fit_or_cannot_be_read_are_refused(
     (copy / "config.yaml").unlink()
     with pytest.raises(ValueError, match=r"no config\.yaml beside it"):
         ModelPolicy(copy)
+
+
+@pytest.mark.parametrize("name", ["model.zip", "vecnormalize.pkl", "config.yaml"])
+def test_records_of_a_model_are_told_apart_by_each_of_its_files(
+    runs: dict[str, TrainingRun], tmp_path: Path, name: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(runs["ppo"].run_dir, copy)
+    before = digest(SCENARIO, f"model:{copy}", None)
+    assert digest(SCENARIO, f"model:{copy}", None) == before
+    with (copy / name).open("ab") as file:
+        file.write(b"\n")
+    assert digest(SCENARIO, f"model:{copy}", None) != before
 
 
 def test_the_command_trains_and_hands_over_to_the_evaluation(
